@@ -1,11 +1,14 @@
 """Passes and seconds of block diffusion beside autoregressive decoding of the same layers.
 
     python bench/diffusion.py [--backend cpu] [--lengths 32 128] [--size small]
+    python bench/diffusion.py --model FOLDER [--backend cpu] [--prompts 3] [--lengths 48]
 
 Random weights (sdar and qwen3 of one size), so only time means something: a block of L positions
-in S steps, whatever a trained model would be sure of. Seconds are CPU time of the process on a CPU,
-and wall time on a GPU. First every answer is compared alone, in a crowd and in small steps. Ends in
-one line of JSON; exit status 1 if an answer differs.
+in S steps, whatever a trained model would be sure of. First every answer is compared alone, in a
+crowd and in small steps. With --model, a trained model with both modes (train_block_diffusion.py)
+answers prompts of bench/prompts.py at temperature 0: from left to right, with self-speculation, and
+in blocks at several thresholds. Seconds are CPU time of the process on a CPU, and wall time on a
+GPU. Ends in one line of JSON; exit status 1 if an answer differs.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import time
 from typing import Any
 
 from cuda_models import FakeTokenizer  # bench/cuda_models.py
+from prompts import CHAT
 
 from verbatim import LLM, SamplingParams
 from verbatim.backend import open_backend
@@ -29,6 +33,7 @@ SIZES = {"tiny": (64, 128, 2, 4), "small": (512, 1536, 8, 8), "0.6b": (1024, 307
 BLOCKS = ((4, 4), (4, 2), (8, 4), (16, 4), (32, 8), (32, 32))
 VOCAB = 4000
 PROMPT = list(range(3, 40))
+THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95)
 
 
 def opened(family: str, size: str, backend: str, **options: Any) -> LLM:
@@ -73,6 +78,43 @@ def seconds(llm: LLM, p: SamplingParams, clock: Any) -> tuple[float, int]:
     return clock() - before, llm.core.scheduler._step - steps
 
 
+def trained(args: Any, clock: Any) -> dict[str, Any]:
+    """Tokens, passes and seconds per setting, and whether self-speculation changed an answer."""
+    llm = LLM(
+        args.model, backend=args.backend, threads=1, context=1024, quant=args.quant,
+        prefix_cache=False,
+    )  # fmt: skip
+    plain = SamplingParams(temperature=0, max_tokens=max(args.lengths), ignore_eos=True)
+    settings = {
+        "left to right": plain.with_(speculate="off"),
+        "self-speculation": plain.with_(speculate="self"),
+    }
+    for block in (4, 8, 16, 32):
+        for threshold in THRESHOLDS:
+            name = f"blocks of {block}, threshold {threshold}"
+            settings[name] = plain.with_(block_length=block, confidence_threshold=threshold)
+    rows, answers = {}, {}
+    for name, p in settings.items():
+        llm.chat([{"role": "user", "content": CHAT[-1]}], p.with_(max_tokens=8))  # warms up
+        before, steps, tokens = clock(), llm.core.scheduler._step, 0
+        for text in CHAT[: args.prompts]:
+            answers[name, text] = llm.chat([{"role": "user", "content": text}], p).token_ids
+            tokens += len(answers[name, text])
+        spent, passes = clock() - before, llm.core.scheduler._step - steps
+        rows[name] = [tokens, passes, round(spent, 3)]
+        print(
+            f"{name:30} {tokens:5} tokens {passes:5} steps {tokens / passes:6.2f} tokens per step"
+            f" {1000 * spent / passes:7.1f} ms per step {tokens / spent:7.1f} tokens/s",
+            flush=True,
+        )
+    llm.close()
+    differ = sum(
+        answers["left to right", text] != answers["self-speculation", text]
+        for text in CHAT[: args.prompts]
+    )
+    return {"backend": args.backend, "differ": differ, "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -80,10 +122,17 @@ def main() -> None:
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--size", default="small", choices=SIZES)
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128])
+    parser.add_argument("--model", help="a trained model with both modes")
+    parser.add_argument("--quant", help="store its weights in this type")
+    parser.add_argument("--prompts", type=int, default=3)
     args = parser.parse_args()
+    clock = time.perf_counter if args.backend == "cuda" else time.process_time
+    if args.model:
+        result = trained(args, clock)
+        print(json.dumps(result))
+        sys.exit(1 if result["differ"] else 0)
     differ = differing("tiny" if args.backend == "reference" else args.size, args.backend)
     print(f"{differ} of {2 * len(BLOCKS)} answers differ in a crowd or in small steps")
-    clock = time.perf_counter if args.backend == "cuda" else time.process_time
     kinds = [("qwen3", 0, 0), *(("sdar", *block) for block in BLOCKS)]
     rows = []
     for family in ("qwen3", "sdar"):

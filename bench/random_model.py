@@ -22,6 +22,7 @@ from verbatim.formats.registry import BLOCKS
 # layers, hidden, inner, heads, key/value heads
 SHAPES = {
     "135m": (30, 576, 1536, 9, 3),
+    "0.6b": (28, 1024, 3072, 16, 8),
     "1b": (16, 2048, 8192, 32, 8),
     "8b": (32, 4096, 14336, 32, 8),
 }

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backend": MODELS,
     "encoder": {"base", "formats", "files", "model", "backend"},
     "speculate": {"backend"} | MODELS,
-    "parallel": {"backend", "lora"} | MODELS,
+    "parallel": {"backend", "lora", "schedule"} | MODELS,
     "observe": {"base"},
     "explain": {"base", "sampling"},
     "engine": BELOW_ENGINE,

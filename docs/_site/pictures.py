@@ -39,6 +39,37 @@ THEME = TerminalTheme(
 # fmt: on
 # Verbatim against llama.cpp, same file (Q4_1), tokens per second: docs/benchmarks.md.
 BENCH = {"prefill 512": (1281, 189), "decode at 32": (135, 59), "decode at 2,000": (87, 16)}
+# A block-diffusion model by the length of its blocks: bench/block_diffusion.md. Per threshold.
+THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95)
+DIFFUSION: dict[str, tuple[dict[int, tuple[float, ...]], float]] = {  # and from left to right
+    "tokens per pass": (
+        {
+            4: (1.62, 1.46, 1.36, 1.28, 1.22),
+            8: (1.94, 1.56, 1.49, 1.38, 1.30),
+            16: (1.97, 1.69, 1.54, 1.41, 1.33),
+            32: (2.15, 1.68, 1.47, 1.31, 1.21),
+        },
+        1.0,
+    ),
+    "tokens per second, one CPU thread": (
+        {
+            4: (60.1, 54.5, 54.2, 44.3, 44.3),
+            8: (43.6, 52.3, 44.1, 40.5, 41.7),
+            16: (41.1, 37.1, 33.7, 33.3, 33.0),
+            32: (29.2, 18.7, 20.3, 16.2, 15.4),
+        },
+        63.1,
+    ),
+    "nats per token under the original": (
+        {
+            4: (1.26, 1.03, 1.02, 0.98, 0.96),
+            8: (1.47, 1.19, 1.06, 1.02, 0.96),
+            16: (1.58, 1.25, 1.12, 1.03, 0.97),
+            32: (1.75, 1.31, 1.21, 1.12, 1.09),
+        },
+        0.70,
+    ),
+}
 # SVG without the web font that rich's own template loads.
 SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>.{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, monospace;
@@ -106,6 +137,22 @@ def bench() -> None:
     save(figure, ASSETS / "bench-cpu.svg")
 
 
+def diffusion() -> None:
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(DIFFUSION), figsize=(9, 2.6), layout="constrained")
+    for axes, (what, (by_length, causal)) in zip(panels, DIFFUSION.items(), strict=True):
+        for length, values in by_length.items():
+            axes.plot(THRESHOLDS, values, marker="o", markersize=3, label=f"blocks of {length}")
+        axes.axhline(causal, color="#555", linestyle="--", label="left to right")
+        axes.set_title(what, fontsize=9)
+        axes.set_xlabel("threshold")
+        axes.set_ylim(0)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(fontsize=7, frameon=False)
+    save(figure, ASSETS / "diffusion.svg")
+
+
 def save(figure: object, path: Path) -> None:
     """An SVG without a date, so that the same plot is the same file."""
     figure.savefig(path, metadata={"Date": None})  # type: ignore[attr-defined]
@@ -150,6 +197,7 @@ PICTURES: dict[str, tuple[str, Callable[[], None]]] = {
     "badges": ("assets/badge-*.svg", badges),
     "explain": ("assets/explain.svg", explain),
     "bench": ("assets/bench-cpu.svg", bench),
+    "diffusion": ("assets/diffusion.svg", diffusion),
     "course": ("assets/course/*.svg", course),
     "loop": ("assets/loop-in-numbers.svg", loop),
     "tools": ("tools/*.svg", tools),

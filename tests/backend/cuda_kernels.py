@@ -240,12 +240,15 @@ def test_adapters_agree_with_the_reference_and_keep_their_bits_in_a_batch(family
     assert run_prompts(backend, tokens, (-1, 0, 1), 0) == [seq.drawn for seq in alone]
 
 
-@pytest.mark.parametrize("block", [4, 24, 48])
-def test_attention_inside_blocks_is_right_and_keeps_its_bits(block: int) -> None:
+@pytest.mark.parametrize("blocks", [6, 2, 1])
+def test_attention_inside_blocks_is_right_and_keeps_its_bits(
+    blocks: int, device: torch.device
+) -> None:
     """Rows of a diffusion model see their own block: final states against the reference, and the
-    bits in chunks of whole blocks and in a batch. A block of 48 is full attention."""
-    model = tiny_model("sdar", num_hidden_layers=2)
-    tokens = np.random.default_rng(4).integers(0, 259, 48).tolist()
+    bits in chunks of whole blocks and in a batch. One block is full attention."""
+    count = 48 if device.type == "cuda" else 24  # both cross a block of the cache
+    block, model = count // blocks, tiny_model("sdar", num_hidden_layers=2, **FEW_HEADS)
+    tokens = np.random.default_rng(4).integers(0, 259, count).tolist()
 
     def states(backend: Backend, cuts: list[int], *, other: bool = False) -> np.ndarray:
         found = []
@@ -261,14 +264,14 @@ def test_attention_inside_blocks_is_right_and_keeps_its_bits(block: int) -> None
     for kind in ("reference", "cuda"):
         opened[kind] = open_backend(model, EngineConfig(backend=kind))
         opened[kind].allocate((8,))
-    whole = states(opened["cuda"], [0, 48])
-    expected = states(opened["reference"], [0, 48])
+    whole = states(opened["cuda"], [0, count])
+    expected = states(opened["reference"], [0, count])
     assert np.abs(whole - expected).mean() < 0.01 * np.abs(expected).mean()
     causal = opened["cuda"].execute(
         StepPlan(1, (SeqStep(0, tuple(tokens), 0, ((0, 1, 2),), hidden=True),))
     )
     assert np.abs(np.asarray(causal.sequences[0].hidden) - expected).mean() > 0.1
-    for cuts in ([0, 48], [*range(0, 48, block), 48]):
+    for cuts in ([0, count], [*range(0, count, block), count]):
         assert states(opened["cuda"], cuts, other=True).tobytes() == whole.tobytes()
 
 
@@ -539,6 +542,41 @@ def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(
     assert shape.all_rows == (family == "llama")
     if shape.all_rows:
         assert torch.equal(hidden[torch.from_numpy(batch.outputs).to(device)], states)
+
+
+@pytest.mark.parametrize(("block", "many"), [(4, 0), (16, 1)])
+def test_blocks_padded_to_the_shape_of_a_graph_keep_their_bits(
+    block: int, many: int, device: torch.device
+) -> None:
+    """Two canvases, of which one has its final pass in this step, in the inputs of another step."""
+    backend: Any = opened(tiny_model("sdar", num_hidden_layers=1, **FEW_HEADS))
+    spec, random = backend.spec, np.random.default_rng(8)
+
+    def steps(starts: tuple[int, int]) -> Any:
+        sequences = [
+            SeqStep(
+                i, tuple(random.integers(0, 260, (2 - i) * block).tolist()), start * block,
+                ((5 * i, 5 * i + 1, 5 * i + 2, 5 * i + 3),), draws=2, block=block,
+                picks=((1 - i) * block, (2 - i) * block - 1),
+            )
+            for i, start in enumerate(starts)
+        ]  # fmt: skip
+        batch = make_batch(StepPlan(0, tuple(sequences)), 1)
+        return batch, step_inputs.cut_tiles(batch, spec, device)
+
+    batch, cuts = steps((2, 1))
+    shape = step_inputs.padded_shape(batch, cuts, spec)
+    assert shape is not None
+    assert (shape.rows, shape.outputs, shape.ends) == (16 if block == 4 else 64, 16, True)
+    assert (shape.decode, shape.tiles > 0) == (not many, bool(many))
+    inputs = step_inputs.PaddedInputs(shape, backend.padding_blocks, spec, device)
+    inputs.fill(batch, cuts)
+    backend.compute(inputs.step)
+    batch, cuts = steps((0, 2))
+    assert step_inputs.padded_shape(batch, cuts, spec) == shape
+    expected = backend.compute(step_inputs.to_device(batch, spec, device))[1]
+    inputs.fill(batch, cuts)
+    assert torch.equal(backend.compute(inputs.step)[1][:4], expected)
 
 
 def test_a_product_of_few_rows_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1220,6 +1258,26 @@ def test_experts_are_chosen_as_a_stable_sort_does(router: Any, device: torch.dev
     assert torch.equal(shares, best * 1.7 * scales[wanted])
 
 
+def test_experts_are_chosen_in_the_best_groups(device: torch.device) -> None:
+    """By the sum of a group's two best; equal sums: the lower group. PyTorch's stable sorts."""
+    random = np.random.default_rng(4)
+    scores = torch.from_numpy(random.integers(1, 9, (40, 20)).astype(np.float32)).to(device)
+    groups = scores.view(40, 5, 4)
+    sums = torch.sort(groups, dim=2)[0][:, :, 2:].sum(2)
+    kept = torch.sort(sums, dim=1, descending=True, stable=True)[1][:, :2]
+    outside = torch.ones(40, 5, dtype=torch.bool, device=device).scatter(1, kept, False)
+    left = groups.masked_fill(outside[:, :, None], -torch.inf).view(40, 20)
+    wanted = torch.sort(left, dim=1, descending=True, stable=True)[1][:, :3]
+    spec = replace(
+        small("qwen3moe").spec,
+        router="sigmoid", experts_used=3, expert_groups=5, expert_groups_used=2,
+    )  # fmt: skip
+    chosen, _ = experts.choose(scores, spec, None, None)
+    assert torch.equal(chosen, wanted.int())
+    scores[3] = torch.nan  # experts that exist
+    assert experts.choose(scores, spec, None, None)[0][3].tolist() == [0, 1, 2]
+
+
 def test_scores_that_are_no_numbers_choose_experts_that_exist(device: torch.device) -> None:
     spec = replace(small("qwen3moe").spec, experts_used=3)
     scores = torch.full((2, 5), torch.nan, device=device)
@@ -1400,27 +1458,52 @@ def noise_of(words, out, FIRST, N: tl.constexpr):
     at = words + tl.arange(0, 1)[:, None]
     k0, k1 = tl.load(at).to(tl.uint32, bitcast=True), tl.load(at + 1).to(tl.uint32, bitcast=True)
     position = tl.load(at + 2).to(tl.uint32, bitcast=True)
-    tl.store(out + tl.arange(0, N)[None, :], jit_numerics.gumbel_noise(FIRST, position, k0, k1, N))
+    step = tl.load(at + 3).to(tl.uint32, bitcast=True)
+    noise = jit_numerics.gumbel_noise(FIRST, position, step, k0, k1, N)
+    tl.store(out + tl.arange(0, N)[None, :], noise)
 
 
 @pytest.mark.parametrize(
-    ("key", "position", "first"),
+    ("key", "position", "step", "first"),
     [
-        (0xC949274536500FEE, 8937, 0),
-        (0x1FFFFFFFE, 2147419381, 151_000),
-        (0x1FFFFFFFE, 2147423567, 151_000),
+        (0xC949274536500FEE, 8937, 0, 0),
+        (0x1FFFFFFFE, 2147419381, 0, 151_000),
+        (0x1FFFFFFFE, 2147423567, 0, 151_000),
+        (0xC949274536500FEE, 8937, 3, 0),
     ],
 )
 def test_gpu_noise_uses_all_bits_of_key_position_and_id(
-    key: int, position: int, first: int, device: torch.device
+    key: int, position: int, step: int, first: int, device: torch.device
 ) -> None:
     """At these positions the u of an even or an odd id is within 4e-7 of 1, where the lowest bits
     matter."""
-    words = np.array([key & 0xFFFFFFFF, key >> 32, position], np.uint32).view(np.int32)
+    words = np.array([key & 0xFFFFFFFF, key >> 32, position, step], np.uint32).view(np.int32)
     out = torch.empty((1, 1024), device=device)
     noise_of[(1,)](torch.from_numpy(words).to(device), out, first // 2, 1024)
-    exact = gumbel(key, position, np.arange(first, first + 1024))
+    exact = gumbel(key, position | step << 32, np.arange(first, first + 1024))
     assert (np.abs(out.cpu().numpy()[0] - exact) * 2**24 < 23 + 3 * np.abs(exact)).all()
+
+
+def test_the_device_draws_and_reports_denoising_steps_as_the_host(
+    sampler: GpuSampler, device: torch.device
+) -> None:
+    """Tokens and confidences, to the bit: greedy and at temperatures, in two steps of a block, with
+    the mask banned, before min_tokens, beside a row of entropies, which the host samples."""
+    random = np.random.default_rng(5)
+    logits = (random.standard_normal((12, VOCAB)) * 3).astype(np.float32)
+    logits[:, 9] = 20.0  # the mask, which no row may draw
+    logits[3, 4:7] = logits[3].max()
+    rows, common = [], {"banned_token_ids": (9,), "remasking": "low_confidence_dynamic"}
+    for i, temperature in enumerate([0.0, 0.7, 1.0, 0.0, 0.3, 1.0] * 2):
+        changes = {"remasking": "entropy_bounded"} if i == 5 else {}
+        p = SamplingParams(temperature=temperature, min_tokens=3, **{**common, **changes})
+        rows.append(Row(DrawSpec(p, 77 + i % 2, 1, withheld=(5,), step=i // 6), 2 + i % 4))
+    found = sampler(torch.from_numpy(logits).to(device), rows, [0] * len(rows))
+    expected = host_sampler(EngineConfig(threads=1))(logits).draw(rows)
+    assert [one is None for one in found] == [i == 5 for i in range(len(rows))]
+    for one, host in zip(found, expected, strict=True):
+        assert one is None or (one.token, one.confidence) == (host.token, host.confidence)
+    assert not sampler.supports(rows[0].spec)  # no step is launched ahead
 
 
 def test_gpu_sampler_gives_the_host_samplers_token_or_none(

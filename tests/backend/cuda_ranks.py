@@ -24,7 +24,7 @@ from verbatim.backend.cuda.backend import CudaBackend
 from verbatim.backend.ranks import native_mesh
 from verbatim.base.config import EngineConfig
 from verbatim.model.loading.load import Model
-from verbatim.parallel.rank import RankProcess, open_rank
+from verbatim.parallel.rank_process import RankProcess, open_rank
 
 CONFIG = EngineConfig(backend="cuda")
 TOKENS = np.random.default_rng(1).integers(0, 260, 20).tolist()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +22,16 @@ from parity_types import PLAIN, WIDE, WIDE_QUANTISED
 from verbatim.backend.cpu.backend import CpuBackend
 from verbatim.backend.ranks import native_mesh
 from verbatim.base.config import EngineConfig
+from verbatim.base.errors import ParameterError
 from verbatim.formats.tensor import Tensor
+from verbatim.model.layer_split import LayerSplit
 from verbatim.model.layout import is_quantisable, layout
 from verbatim.model.loading.load import Model
 from verbatim.model.row_split import Split
-from verbatim.parallel.rank import RankProcess, open_rank
-from verbatim.testing.tiny_models import FAMILIES, tiny_adapter, tiny_model
+from verbatim.parallel.rank_process import RankProcess, open_rank
+from verbatim.testing.tiny_models import FAMILIES, TINY_CONFIGS, tiny_adapter, tiny_model
 
-CONFIG = EngineConfig(threads=1)
+TP, PP = "tensor_parallel", "pipeline_parallel"
 TOKENS = np.random.default_rng(1).integers(0, 260, 40).tolist()
 
 
@@ -58,11 +61,12 @@ def results(backend: CpuBackend) -> list[ScoredSeq]:
     return seqs
 
 
-def check(model: Model, counts: tuple[int, ...] = (2, 4), **settings: object) -> None:
+def check(model: Model, counts: tuple[int, ...] = (2, 4), kind: str = TP, **more: object) -> None:
     """Compare log-probabilities, draws and final states of rank 0 with those of one process."""
-    config = EngineConfig(**{"threads": 1, **settings})  # type: ignore[arg-type]
-    whole = results(CpuBackend(model, config))
+    settings: dict[str, Any] = {"threads": 1, "backend": "cpu", **more}
+    whole = results(CpuBackend(model, EngineConfig(**settings)))
     for count in counts:
+        config = EngineConfig(**settings, **{kind: count})
         with ThreadPoolExecutor(count) as pool, sockets(count) as fds:
             for rank in range(1, count):
                 other = RankProcess(rank, fds[rank])
@@ -76,6 +80,35 @@ def check(model: Model, counts: tuple[int, ...] = (2, 4), **settings: object) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_bits_of_one_process(family: str) -> None:
     check(tiny_model(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_bits_of_one_process_by_layers(family: str) -> None:
+    """With three times the layers, so that both ranks have some of each kind."""
+    config = TINY_CONFIGS[family]
+    lists = {"layer_types": 3 * config["layer_types"]} if "layer_types" in config else {}
+    layers = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    model = tiny_model(family, **{layers: 3 * config.get(layers, 3), **lists})
+    if model.spec.layer_input:
+        with pytest.raises(ParameterError, match="this model's layers have inputs of their own"):
+            LayerSplit(model.spec, 2)
+    else:
+        check(model, (2,), PP)
+
+
+def test_layers_are_shared_by_weight_and_by_name() -> None:
+    """Rank 0 has the head, which is as large as three layers here, and the last layers."""
+    model = tiny_model("llama", num_hidden_layers=9, vocab_size=600, tie_word_embeddings=False)
+    split = LayerSplit(model.spec, 3)
+    assert [split.layers(rank) for rank in range(3)] == [(8, 9), (0, 4), (4, 8)]
+    assert set(split.part(model.weights.tensors, 2)) == {
+        name for name in layout(split.local(2)) if name.startswith("layers.")
+    }
+    check(model, (3, 4), PP, kv_type="q8", threads=2)
+    adapters = (tiny_adapter(model.spec, "a0", seed=0), tiny_adapter(model.spec, "a1", seed=1))
+    check(replace(model, adapters=adapters), (3,), PP)
+    with pytest.raises(ParameterError, match="pipeline_parallel: 9 layers are too few for 9 ranks"):
+        LayerSplit(model.spec, 9)
 
 
 @pytest.mark.parametrize("type", sorted({*PLAIN, *WIDE_QUANTISED, *WIDE}))

@@ -144,6 +144,8 @@ def test_every_engine_setting_is_a_flag_with_help(name: str) -> None:
     words, value = [flag, "off"], "off"  # a name: speculate and cache_dir take this one
     if rule.size:
         words, value = [flag, "1.5G"], 3 << 29
+    elif rule.metavar == "HOST:PORT":
+        words, value = [flag, "10.0.0.1:29500"], "10.0.0.1:29500"
     elif rule.choices:
         value = next(choice for choice in rule.choices if choice != rule.default)
         words = [flag, value]
@@ -154,7 +156,12 @@ def test_every_engine_setting_is_a_flag_with_help(name: str) -> None:
     elif TYPES[name].startswith("tuple"):
         words, value = [flag, "a=x", flag, "b=y"], ["a=x", "b=y"]
     use = ["--use-adapter", "a"] if name == "adapters" else []
-    kept = ["--cache-dir", "kept"] if name == "cache_dir_size" else []
+    needs = {
+        "cache_dir_size": ["--cache-dir", "kept"],
+        "pipeline_parallel": ["--backend", "cpu"],
+        "rank_address": ["--tensor-parallel", "2"],
+    }
+    kept = needs.get(name, [])
     assert call(*words, *use, *kept)["engine"][name] == value
     assert value != rule.default
     assert rule.help

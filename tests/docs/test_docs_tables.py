@@ -23,9 +23,13 @@ import tables  # noqa: E402
 sys.path += tables.FOLDERS
 
 
+# Seconds of runs, which tests/sampling/test_sampling_table.py makes.
+MADE_BY_RUNS = ("modes", "diffusion-modes")
+
+
 @pytest.mark.parametrize("name", tables.GENERATORS)
 def test_every_table_is_made_and_on_one_page(name: str) -> None:
-    if name != "modes":  # half a minute of runs, which tests/sampling/test_sampling_table.py makes
+    if name not in MADE_BY_RUNS:
         assert tables.generate(name) or name == "other-names"  # empty: every name has its page
     pages = [page for page in (ROOT / "docs").rglob("*.md") if name in parts_of(page)]
     assert len(pages) == 1
@@ -171,8 +175,11 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
         ROOT / name: (ROOT / name).read_text("utf-8")
         for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
     }
-    for path in ROOT.glob("docs/**/*.md"):  # the table of modes is made by runs, and has no link
-        pages[path] = tables.filled(path.read_text("utf-8").replace(f"{tables.MADE}modes*", ""))
+    for path in ROOT.glob("docs/**/*.md"):
+        text = path.read_text("utf-8")
+        for name in MADE_BY_RUNS:  # they have no link
+            text = text.replace(f"{tables.MADE}{name}*", "")
+        pages[path] = tables.filled(text)
     broken, known = [], {page: anchors(text) for page, text in pages.items()}
     for page, content in pages.items():
         text = re.sub(r"^```.*?^```", "", content, flags=re.M | re.S)

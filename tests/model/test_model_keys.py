@@ -578,6 +578,9 @@ EMBED = {
 }
 
 
+MASKED = ("dream", "llada")
+
+
 def header(architecture: str, **changes: Any) -> Any:
     keys: dict[str, Any] = {
         "block_count": 2,
@@ -615,16 +618,23 @@ def header(architecture: str, **changes: Any) -> Any:
         if not name.startswith("general.")
     }
     general = {name: value for name, value in plain.items() if name.startswith("general.")}
+    if architecture in MASKED:
+        general["tokenizer.ggml.mask_token_id"] = 7
     return read_header(
         {"general.architecture": architecture, **general, **architecture_keys}, EMBED, file="a.gguf"
     )
 
 
 @pytest.mark.parametrize("architecture", GGUF_KEYS)
-def test_every_architecture_rejects_bidirectional_attention(architecture: str) -> None:
-    assert header(architecture, attention__causal=True).warnings == ()
-    with pytest.raises(ModelError, match=rf"{architecture}\.attention\.causal is False"):
-        header(architecture, attention__causal=False)
+def test_every_architecture_rejects_the_attention_of_others(architecture: str) -> None:
+    """Full attention is that of diffusion models, whose mask token is a key of the tokenizer."""
+    masked = architecture in MASKED
+    found = header(architecture, attention__causal=not masked)
+    diffusion = found.spec.diffusion
+    assert found.warnings == ()
+    assert masked == (diffusion is not None and diffusion.mask == 7)
+    with pytest.raises(ModelError, match=rf"{architecture}\.attention\.causal is {masked}"):
+        header(architecture, attention__causal=masked)
 
 
 @pytest.mark.parametrize("architecture", GGUF_KEYS)

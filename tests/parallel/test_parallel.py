@@ -58,7 +58,10 @@ def test_the_needle_has_the_bits_of_one_process(tiny: Path) -> None:
         ) as llm:
             found[ranks] = (llm.fingerprint, needles(llm))
             processes = pids(llm) if ranks > 1 else []
-            assert llm.stats()["preemptions_total"] > 0
+            stats = llm.stats()
+            assert stats["preemptions_total"] > 0
+            waits = [stats.get(f'rank_wait_seconds_total{{rank="{r}"}}') for r in range(ranks)]
+            assert ranks == 1 or (waits[0] == 0 and all(waits[1:]))
         assert all(map(ended, processes))
     assert found[1][1][:2] == found[1][1][2:]
     assert found[1] == found[2] == found[4]
@@ -114,6 +117,8 @@ def test_a_rank_does_not_outlive_a_killed_parent(tiny: Path) -> None:
         ({"backend": "reference"}, "tensor_parallel: needs the backend cpu or cuda"),
         ({"speculate": "mtp"}, "speculate: 'mtp' needs the whole model in one process"),
         ({"speculate": "head"}, "speculate: 'head' needs the whole model in one process"),
+        ({"pipeline_parallel": 2, "backend": "cpu"}, "pipeline_parallel: a model is split by rows"),
+        ({"tensor_parallel": 1, "pipeline_parallel": 2}, "pipeline_parallel: needs backend cpu"),
         ({"tensor_parallel": 65}, "tensor_parallel: 65 is more than the 64 rows"),
         ({"tensor_parallel": 0}, "tensor_parallel: 0 is below 1"),
     ],

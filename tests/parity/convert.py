@@ -24,7 +24,7 @@ from verbatim.formats.tensor import Tensor
 
 _DELTA = ("qwen3next", "qwen35", "qwen35moe")
 # Architectures whose rotated rows llama.cpp's converter interleaves.
-_INTERLEAVED = ("llama", "smollm3", "granite", "mistral3", "arcee")
+_INTERLEAVED = ("llama", "smollm3", "granite", "mistral3", "arcee", "llada")
 _EXPERT = re.compile(
     r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight"
 )

@@ -330,18 +330,24 @@ def _diffusion_column(diffusion: DiffusionSpec, extra: dict[str, Any]) -> dict[s
         return LLM.from_loaded(parts, **{"speculate": "off", **options})
 
     cells, wanted = dict[str, str](), dict[str, SamplingParams]()
-    alone = opened()
+    alone, answers = opened(), dict[str, Any]()
+
+    def single(p: SamplingParams) -> Any:
+        if repr(p) not in answers:
+            answers[repr(p)] = seen(alone.generate(PROMPT, p))
+        return answers[repr(p)]
+
     for name, values in DIFFUSION_VALUES.items():
         try:
             wanted[name] = params_of({**extra, **values})
-            found = seen(alone.generate(PROMPT, wanted[name]))
+            found = single(wanted[name])
         except RequestError as error:
             cells[name] = "refused" if error.param in values else f"WRONG: names {error.param}"
             wanted.pop(name, None)
             continue
         rest = {k: v for k, v in values.items() if k != name}
         try:
-            without = seen(alone.generate(PROMPT, params_of({**extra, **rest})))
+            without = single(params_of({**extra, **rest}))
         except RequestError:
             without = None
         plain = name in QUIET | SUBTLE or found != without
@@ -350,7 +356,7 @@ def _diffusion_column(diffusion: DiffusionSpec, extra: dict[str, Any]) -> dict[s
     for llm in (alone, opened(**small)):
         for name, done in zip(wanted, llm.generate([PROMPT] * len(wanted), [*wanted.values()]),
                               strict=True):  # fmt: skip
-            if seen(done) != seen(alone.generate(PROMPT, wanted[name])):
+            if seen(done) != single(wanted[name]):
                 cells[name] = "WRONG: differs in a batch"
         llm.check()
         if llm is not alone:

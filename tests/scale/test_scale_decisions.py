@@ -343,6 +343,8 @@ def test_the_ranks_of_a_replica_are_on_one_node_with_cpus_and_gpus_for_each() ->
     cards = [Node(16, 2, 64 * GIB), Node(16, 1, 64 * GIB)]
     assert state_needs(footprint(), two, cards, Replicas(1, 1)).gpus == 2
     assert state_needs(footprint(), two, cards, Replicas(2, 2)).gpus == 0, "no node has two more"
+    with pytest.raises(ParameterError, match="rank_address: the ranks of a replica are on one"):
+        state_needs(footprint(), {**two, "rank_address": "h:1"}, cards, Replicas(1, 1))
 
 
 # -------------------------------------------------------------------------- autoscaling, metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -17,6 +18,7 @@ from verbatim.cli.commands.simulate import command
 from verbatim.diagnose.devices import parse_device
 from verbatim.diagnose.footprint import read_footprint
 from verbatim.observe.roofline import cost_card
+from verbatim.scale.routes.routing import Candidate, Decider, Route
 from verbatim.scale.simulate.costs import ReplicaCosts, roofline_costs
 from verbatim.scale.simulate.fleet import Fleet, Served, SimulatedReplica
 from verbatim.scale.simulate.fleet_report import Target, simulate, smallest_fleet
@@ -116,6 +118,24 @@ def test_requests_go_where_their_prefix_is() -> None:
     assert all(len(replicas) == 1 for replicas in places.values())
     assert report.prefix_hits > 0.7
     assert simulate(COSTS, 4, arrivals, prefix_cache=False)[0].prefix_hits == 0
+
+
+def test_few_candidates_give_the_decision_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, compared = Decider.rank, 0
+    fleet = Fleet(COSTS, 7)
+
+    def ranked(decider: Decider, route: Route, some: Sequence[Candidate]) -> list[str]:
+        nonlocal compared
+        names = [f"{i:06}" for i in range(7)]
+        every = [Candidate(n, len(r.open)) for n, r in zip(names, fleet.replicas, strict=True)]
+        assert rank(decider, route, some)[0] == rank(decider, route, every)[0]
+        compared += len(some) < 7
+        return rank(decider, route, some)
+
+    monkeypatch.setattr(Decider, "rank", ranked)
+    fleet.run(Mix(40.0, (100, 600), (5, 60), prefix=64, prefixes=9).arrivals(200))
+    assert compared > 50
+    assert fleet.decider.found < fleet.decider.possible, "load never outweighs a prefix"
 
 
 def test_a_request_larger_than_the_cache_is_refused() -> None:

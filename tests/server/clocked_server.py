@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from typing import Any
 
@@ -86,7 +85,11 @@ def run(settings: Settings) -> int:
         return runner.run(serve())
 
 
-if __name__ == "__main__":
+def start() -> None:
     patched: Any = server
     patched.run, patched.HttpProtocol = run, CountingProtocol
-    sys.exit(main())
+    main()
+
+
+if __name__ == "__main__":
+    start()

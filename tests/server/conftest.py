@@ -20,7 +20,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server with the real scheduler and sampler over hashed logits. At the end its ledger must
     balance over all tests that used it."""
     state = tmp_path_factory.mktemp("kept") / "state"
-    live = Live("--max-output-tokens", "512", "--state-dir", str(state)).wait_ready()
+    live = Live("--max-output-tokens", "512", "--state-dir", str(state), fresh=True).wait_ready()
     yield live
     numbers = live.wait_at_rest()
     if ON_RAY:  # the replicas' reports arrive one after the other
@@ -36,7 +36,7 @@ def real(default_model: Path) -> Iterator[Live]:
     """The default model, which states no pooling of embeddings. With one thread: two would wait for
     each other at every barrier while the other worker of the suite uses a core."""
     flags = ("--model", str(default_model), "--pooling", "mean", "--threads", "1")
-    live = Live(*flags, engine=None).wait_ready()
+    live = Live(*flags, engine=None, fresh=True).wait_ready()
     yield live
     numbers = live.wait_at_rest()
     check_ledger(numbers)

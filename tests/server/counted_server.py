@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import gc
 
-if __name__ == "__main__":
+
+def run() -> None:
     gc.set_threshold(100_000, 20, 20)  # collections are an eighth of the time of a start
     from verbatim.cli.main import main
     from verbatim.server.api.common.to_params import count_seeds
 
     count_seeds()
     main()
+
+
+if __name__ == "__main__":
+    run()

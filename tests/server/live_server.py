@@ -9,13 +9,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import httpx
 
 from eventually import HANG_SECONDS, eventually
@@ -32,7 +31,8 @@ LISTENING = re.compile(r"listening on (https?)://[^ ]*?:(\d+) ")
 class Live:
     """One `verbatim serve` process. Its log goes to a file, which is shown if it fails to start.
     With clock=True the clock of its HTTP process moves only by advance() (clocked_server.py).
-    Requests without a seed get 1, 2, 3 and so on, unless random_seeds."""
+    Requests without a seed get 1, 2, 3 and so on, unless random_seeds. Unless `fresh`, both
+    processes are forks of one that has imported their modules (fork_server.py)."""
 
     def __init__(
         self,
@@ -43,32 +43,23 @@ class Live:
         random_seeds: bool = False,
         names: tuple[str, ...] = NAMES,
         port: int = 0,
+        fresh: bool = False,
     ) -> None:
         self.log = tempfile.NamedTemporaryFile("a+", suffix=".log")  # noqa: SIM115
         self.last_log = ""  # what it held when it was closed
         self.clocked = clock
-        script = "clocked_server.py" if clock else "counted_server.py"
-        words = [sys.executable, str(Path(__file__).with_name(script))]
-        if random_seeds:
-            words = [sys.executable, "-m", "verbatim"]
-        words += [
-            "serve",
-            "--port",
-            str(port),
-            *(w for n in names for w in ("--served-model-name", n)),
-        ]
+        words = ["serve", "--port", str(port)]
+        words += [w for n in names for w in ("--served-model-name", n)]
         # A loaded machine can keep an engine silent for a minute.
         if "--engine-silence-seconds" not in flags:
             words += ["--engine-silence-seconds", NEVER]
         words += ["--test-engine", engine] if engine else []
         # `verbatim batch`, run in a test's own process, sets this variable.
         inherited = {k: v for k, v in os.environ.items() if k != "VERBATIM_LOG"}
-        self.process = subprocess.Popen(
-            [*words, *RAY_FLAGS, *flags],
-            stdin=subprocess.PIPE if clock else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if clock else self.log,
-            stderr=self.log,
-            env={**inherited, **(env or {})},
+        script = "clocked" if clock else "plain" if random_seeds else "counted"
+        start = fork_server.start_fresh if fresh or ON_RAY else fork_server.start
+        self.process = start(
+            script, [*words, *RAY_FLAGS, *flags], {**inherited, **(env or {})}, self.log.fileno()
         )
         found = eventually(
             lambda: LISTENING.search(self.log_text()) or self.process.poll() is not None,

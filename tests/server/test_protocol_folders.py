@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,27 +32,46 @@ REQUESTS = {
     "lens": ("GET", "/lens/api/info", None),
     "chat": ("GET", "/", None),
 }  # fmt: skip
-# The app with a fake engine, without a socket. Prints the status of each request.
+# The app with a fake engine, without a socket. For each protocol: remove the folder and the line,
+# import all that may know of protocols again, send the requests, put the protocol back.
 SERVE = """
-import asyncio, json, sys
+import asyncio, importlib, json, sys
+from pathlib import Path
 import httpx, verbatim
-from verbatim.server.app import make_app
 from verbatim.server.process.supervisor import Supervisor
-from verbatim.server.server_state import State
 from verbatim.server.settings import Settings
+
+API = Path(verbatim.__file__).parent / "server" / "api"
+below = {*sys.modules}
+
+async def answers(settings, supervisor, requests):
+    for name in {*sys.modules} - below:
+        if name.startswith("verbatim."):
+            del sys.modules[name]
+    importlib.invalidate_caches()
+    from verbatim.server.app import make_app
+    from verbatim.server.server_state import State
+    app = httpx.ASGITransport(make_app(State(settings, supervisor)))
+    async with httpx.AsyncClient(transport=app, base_url="http://localhost") as client:
+        for method, path, body in requests:
+            yield [path, (await client.request(method, path, json=body)).status_code]
 
 async def main():
     settings = Settings(test_engine="pipeline", served_names=("m",))
     supervisor = Supervisor(settings)
     supervisor.start()
     await supervisor.ready.wait()
-    app = httpx.ASGITransport(make_app(State(settings, supervisor)))
-    async with httpx.AsyncClient(transport=app, base_url="http://localhost") as client:
-        for method, path, body in json.load(sys.stdin):
-            print(path, (await client.request(method, path, json=body)).status_code)
+    table, found = (API / "routes.py").read_text(), {}
+    for name, requests in json.load(sys.stdin).items():
+        line = f'    "{name}",\\n'
+        assert table.count(line) == 1
+        (API / "routes.py").write_text(table.replace(line, ""))
+        (API / name).rename(API.parent / "removed")
+        found[name] = [row async for row in answers(settings, supervisor, requests)]
+        (API.parent / "removed").rename(API / name)
     await supervisor.close()
+    print(json.dumps([verbatim.__file__, found]))
 
-print(verbatim.__file__)
 asyncio.run(main())
 """
 # An editable install may have a finder that knows the files of the original.
@@ -70,43 +88,37 @@ def test_each_folder_is_registered() -> None:
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[object]]]:
+    """Without each protocol: (path, status) of the requests of the others, of its own and of one
+    for the description."""
     root = tmp_path_factory.mktemp("copy")
     shutil.copytree(PACKAGE, root / "verbatim")  # with the bytecode: it knows its source by time
     (root / "sitecustomize.py").write_text(SITE)
-    return root
-
-
-@pytest.fixture(params=NAMES)
-def without(request: pytest.FixtureRequest, copied: Path) -> Iterator[str]:
-    """The copy without the folder and the line of one protocol; put back afterwards."""
-    name = str(request.param)
-    api = copied / "verbatim" / "server" / "api"
-    table = (api / "routes.py").read_text()
-    line = f'    "{name}",\n'
-    assert table.count(line) == 1
-    (api / "routes.py").write_text(table.replace(line, ""))
-    (api / name).rename(copied / name)
-    yield name
-    (copied / name).rename(api / name)
-    (api / "routes.py").write_text(table)
-
-
-def test_a_protocol_is_deleted_with_its_folder_and_its_line(without: str, copied: Path) -> None:
-    others = [REQUESTS[name] for name in NAMES if name != without]
+    asked = {}
+    for name in NAMES:
+        others = [REQUESTS[other] for other in NAMES if other != name]
+        asked[name] = [*others, REQUESTS[name], ("GET", "/openapi.json", None)]
     done = subprocess.run(
         [sys.executable, "-B", "-c", SERVE],
-        input=json.dumps([*others, REQUESTS[without], ("GET", "/openapi.json", None)]),
-        env={**os.environ, "PYTHONPATH": str(copied)},
+        input=json.dumps(asked),
+        env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
-    where, *answers = done.stdout.splitlines()
-    assert Path(where).is_relative_to(copied), "the test needs the copy"
-    expected = [f"{path} 200" for _, path, _ in others]
-    assert answers == [*expected, f"{REQUESTS[without][1]} 404", "/openapi.json 200"]
+    where, found = json.loads(done.stdout)
+    assert Path(where).is_relative_to(root), "the test needs the copy"
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_protocol_is_deleted_with_its_folder_and_its_line(
+    name: str, answers: dict[str, list[list[object]]]
+) -> None:
+    *others, own, described = answers[name]
+    assert others == [[REQUESTS[other][1], 200] for other in NAMES if other != name]
+    assert (own, described) == ([REQUESTS[name][1], 404], ["/openapi.json", 200])
 
 
 def imported(folder: str) -> set[tuple[str, str]]:

@@ -37,7 +37,7 @@ def children(pid: int) -> list[int]:
 
 def rank_of(engine: int) -> int:
     """The process of rank 1."""
-    found = [p for p in children(engine) if b"parallel.rank" in cmdline(p)]
+    found = [p for p in children(engine) if b"parallel.rank_process" in cmdline(p)]
     assert len(found) == 1
     return found[0]
 

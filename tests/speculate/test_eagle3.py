@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draft_engine import TOLERANCE, compare_answers, engine, proposals
+from draft_heads import exact, save_head, with_head
 
 from tiny_tokenizer import train_tokenizer
 from verbatim.backend import open_backend
@@ -22,8 +23,7 @@ from verbatim.base.records import SeqStep, StepPlan
 from verbatim.bench.speculation import curve
 from verbatim.engine.calls.llm import LLM
 from verbatim.engine.loading.load_check import check_load
-from verbatim.model.loading.eagle3 import open_head
-from verbatim.model.loading.load import Model, load_model
+from verbatim.model.loading.load import Model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -51,14 +51,6 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "qwen3", "num_hidden_layers": 2},
     ),
 }
-
-
-def exact(r: np.random.Generator, *shape: int) -> Any:
-    """Random values that q4_0 holds exactly: every block of 32 has -8 steps of one size."""
-    steps = r.integers(-7, 8, shape)
-    if len(shape) == 2:
-        steps.reshape(-1, 32)[:, 0] = -8
-    return torch.tensor(steps * 2.0**-5, dtype=torch.float32)
 
 
 def random_head(kind: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -99,15 +91,6 @@ def random_head(kind: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any
         state["d2t"] = ids - torch.arange(vocab)
         state["t2d"] = torch.isin(torch.arange(VOCAB), ids)
     return config, state
-
-
-def save_head(folder: Path, config: dict[str, Any], state: dict[str, Any]) -> Path:
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True)
-    save_file(state, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def save_target(folder: Path, damping: float = 1.0) -> Any:
@@ -200,14 +183,6 @@ class Reference:
         angles = torch.arange(len(x))[:, None] * THETA ** (-torch.arange(16) / 16)
         (a, b), cos, sin = x.chunk(2, -1), angles.cos()[:, None], angles.sin()[:, None]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).transpose(0, 1)
-
-
-def with_head(target: Path, head: Path) -> Model:
-    import dataclasses
-
-    model = load_model(target)
-    found = open_head(head, model.spec)
-    return dataclasses.replace(model, draft=found.load(model), captured=found.captured)
 
 
 def check_drafts(kind: str, backend: str, path: Path, tokens: int = 8, quiet: int = 0) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from verbatim.base.errors import BackendError
 from verbatim.base.records import SeqStep, StepPlan
+from verbatim.model.layer_split import LayerSplit
 from verbatim.model.row_split import Split
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ class Mesh(Protocol):
 
     @property
     def rank(self) -> int: ...
+
+    def waits(self) -> list[float]:
+        """Seconds in which this rank has waited for the bytes of each rank."""
 
     def broadcast(self, data: bytes) -> None:
         """Send bytes to every other rank."""
@@ -53,7 +57,7 @@ def native_mesh(rank: int, fds: Sequence[int]) -> Mesh:
 
 
 class Ranks:
-    def __init__(self, split: Split, mesh: Mesh) -> None:
+    def __init__(self, split: Split | LayerSplit, mesh: Mesh) -> None:
         self.split, self.mesh, self.rank = split, mesh, mesh.rank
 
     def start(self, plan: StepPlan) -> None:

@@ -105,6 +105,8 @@ def make_batch(plan: StepPlan, groups: int) -> Batch:
 def _ends(step: SeqStep) -> np.ndarray:
     """Per row the end of its visible range: attention of every kind, in one line."""
     positions = np.arange(step.start, step.end, dtype=np.int32)
+    if not step.block:
+        return positions
     ends = np.minimum((positions // step.block + 1) * step.block, step.end)
     return np.where(positions < step.causal, positions + 1, ends).astype(np.int32)
 

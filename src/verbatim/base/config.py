@@ -18,6 +18,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.setting_rules import (
     check_range,
     check_type,
+    host_and_port,
     parse_size,
     rules_of,
     setting,
@@ -57,6 +58,20 @@ class EngineConfig:
         "processes that share the model, each with a part of every matrix and threads of its own;"
         " the output is that of one process",
         low=1,
+        encoders=False,
+    )
+    pipeline_parallel: int = setting(
+        1,
+        "processes that share the model, each with some of its layers: for slow networks; needs"
+        " the backend cpu; the output is that of one process",
+        low=1,
+        encoders=False,
+    )
+    rank_address: str | None = setting(
+        None,
+        "address of this machine, HOST:PORT, where the other processes of the model join:"
+        " `verbatim rank`, on any machine that has the model; default: all are on this machine",
+        metavar="HOST:PORT",
         encoders=False,
     )
     context: int | None = setting(
@@ -102,9 +117,10 @@ class EngineConfig:
     )
     activations: str = setting(  # docs/adr/0029
         "auto",
-        "integers of the activations in the matrix products of the cpu backend: int8 or int12;"
-        " auto: int12 for a model below a billion parameters, whose answers int8 would change",
-        choices=("auto", "int8", "int12"),
+        "activations in the matrix products: on the cpu backend int8 or int12 (auto: int12 for a"
+        " model below a billion parameters, whose answers int8 would change), on the cuda backend"
+        " half or fp8 (auto: fp8 on Hopper GPUs for checkpoints in FP8 blocks)",
+        choices=("auto", "int8", "int12", "half", "fp8"),
         encoders=False,
     )
     prefix_cache: bool = setting(
@@ -200,17 +216,10 @@ class EngineConfig:
             raise ParameterError(
                 "cache_dir", "needs the prefix cache, which is switched off; leave one out"
             )
-        if self.activations != "auto" and self.backend not in ("auto", "cpu"):
-            raise ParameterError(
-                "activations",
-                f"has an effect on the cpu backend only, and backend is {self.backend}",
-            )
-        if self.tensor_parallel > 1 and self.backend == "reference":
-            raise ParameterError(
-                "tensor_parallel", "needs the backend cpu or cuda, and backend is reference"
-            )
+        self._check_activations()
+        self._check_ranks()
         mode, colon, _ = self.speculate.partition(":")
-        if self.tensor_parallel > 1 and mode in ("head", "mtp"):
+        if self.ranks > 1 and mode in ("head", "mtp"):
             raise ParameterError(
                 "speculate", f"{mode!r} needs the whole model in one process; leave one out"
             )
@@ -222,6 +231,43 @@ class EngineConfig:
             )
         _check_threads(self.threads)
 
+    @property
+    def ranks(self) -> int:
+        """Processes that share the model."""
+        return max(self.tensor_parallel, self.pipeline_parallel)
+
+    def _check_ranks(self) -> None:
+        if self.tensor_parallel > 1 and self.backend == "reference":
+            raise ParameterError(
+                "tensor_parallel", "needs the backend cpu or cuda, and backend is reference"
+            )
+        if self.pipeline_parallel > 1 and self.backend != "cpu":
+            raise ParameterError("pipeline_parallel", "needs backend cpu; set that, too")
+        if min(self.tensor_parallel, self.pipeline_parallel) > 1:
+            raise ParameterError(
+                "pipeline_parallel",
+                "a model is split by rows or by layers: give this or tensor_parallel",
+            )
+        if self.rank_address is not None:
+            host_and_port("rank_address", self.rank_address)
+            if self.ranks == 1:
+                raise ParameterError("rank_address", "needs tensor_parallel or pipeline_parallel")
+            if self.adapters:  # their files are this machine's
+                raise ParameterError("adapters", "do not run with rank_address; leave one out")
+
+    def _check_activations(self) -> None:
+        given, backend = self.activations, self.backend
+        if given in ("int8", "int12") and backend not in ("auto", "cpu"):
+            raise ParameterError(
+                "activations", f"{given} is of the backend cpu, and backend is {backend}"
+            )
+        if given in ("half", "fp8") and backend != "cuda":
+            raise ParameterError(
+                "activations", f"{given} needs the backend cuda, and backend is {backend}"
+            )
+        if given == "fp8" and self.ranks > 1:
+            raise ParameterError("activations", "fp8 does not run on several ranks; leave one out")
+
 
 class EngineOptions(TypedDict, total=False):
     """The settings as keyword arguments, for type checkers: EngineConfig's fields, with the types
@@ -230,6 +276,8 @@ class EngineOptions(TypedDict, total=False):
     backend: str
     threads: int | None
     tensor_parallel: int
+    pipeline_parallel: int
+    rank_address: str | None
     context: int | None
     step_tokens: int | None
     step_ms: int | None

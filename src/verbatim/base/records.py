@@ -162,7 +162,8 @@ class SeqStep(NamedTuple):
     states: Sequence[State] = ()
     shift: int = 0
     # Row p sees the keys before (p // block + 1) * block, at most those of the step's end: 1 is
-    # causal attention, and a block of the whole length full attention (docs/adr/0034).
+    # causal attention, and a block of the whole length full attention (docs/adr/0034). 0: a row
+    # writes no key, and sees those before p.
     block: int = 1
     causal: int = 0  # rows before this position see no later one, whatever the block
     # Rows of `tokens` whose logits are drawn from, where they are not the last `draws` ones.

@@ -64,6 +64,19 @@ def parse_size(name: str, text: str) -> int:
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
 
 
+def host_and_port(name: str, address: str) -> tuple[str, int]:
+    """(host, port) of an address.
+
+    >>> host_and_port("metrics_address", "[::1]:8001")
+    ('::1', 8001)
+    """
+    host, colon, port = address.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not (colon and host and port.isdecimal() and int(port) < 65536):
+        raise ParameterError(name, f"{address!r:.80} is not HOST:PORT, as 127.0.0.1:8001")
+    return host, int(port)
+
+
 # annotation -> (accepted types, name in errors); NumPy integers have __index__
 _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "int": (SupportsIndex, "a whole number"),

@@ -17,6 +17,7 @@ VARIABLES = {
     "VERBATIM_ISA": "instruction set of the CPU kernels",
     "VERBATIM_LOG": "log level of the engine process",
     "VERBATIM_MODEL": "default model of the command line",
+    "VERBATIM_RANK_SECRET": "what ranks on several machines must know to join",
 }
 # What Kubernetes tells every pod about a Service named "verbatim" (VERBATIM_PORT only with an
 # address as value), and variables of the test suite.

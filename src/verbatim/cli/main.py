@@ -8,6 +8,7 @@ what; why; remedy`. --debug adds the traceback.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ GROUPS = {
         "chat": "Chat with a model in the terminal.",
         "batch": "Answer a file of requests.",
         "serve": "Serve OpenAI's, Anthropic's and Ollama's APIs over HTTP.",
+        "rank": "Join a model that runs on several machines.",
         "embed": "Compute the embedding of each text.",
         "rerank": "Sort documents by their relevance to a query.",
     },
@@ -70,6 +72,7 @@ class LazyGroup(click.Group):
             return None
         with exit_on_interrupt():
             command: click.Command = import_module(f"verbatim.cli.commands.{cmd_name}").command
+        gc.enable()
         return command
 
     def invoke(self, ctx: click.Context) -> object:

@@ -21,7 +21,7 @@ from verbatim.convert.export_families import TILED, fused, tiled, unscaled
 from verbatim.formats.tensor import Tensor
 from verbatim.model.architecture import rope_records, spec_from_gguf
 from verbatim.model.embedding import POOLINGS
-from verbatim.model.families import gguf_architecture, named
+from verbatim.model.families import ARCHITECTURES, gguf_architecture, named
 from verbatim.model.families.common.gguf_rows import POOLING
 from verbatim.model.layout import layout
 from verbatim.model.loading.load import Model
@@ -80,7 +80,8 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, object], list[Ten
     if ropes:
         more, extra = _rope(spec, config, str(model.path))
         keys |= more
-    return meta | {f"{arch}.{key}": value for key, value in keys.items()}, extra
+    other = ARCHITECTURES[arch][0].other
+    return meta | {k if k in other else f"{arch}.{k}": value for k, value in keys.items()}, extra
 
 
 def _experts(spec: ModelSpec) -> dict[str, object]:

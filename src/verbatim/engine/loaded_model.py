@@ -94,6 +94,7 @@ class LoadedModel:
     adapters: tuple[AdapterInfo, ...] = ()  # LoRA adapters that requests may name
     # Why a process of the backend has ended, empty while all work; also while no step runs.
     failure: Callable[[], str] = str
+    waits: Callable[[], Sequence[float]] = tuple  # seconds of waiting for each process
 
     def fingerprint(self, adapter: int = -1) -> str:
         """Digest of weights, backend, numerics and adapter: equal fingerprints promise equal

@@ -127,9 +127,13 @@ def read_header(
         raise unknown_family("architecture", architecture, ARCHITECTURES, metadata, file)
     gguf, family = ARCHITECTURES[architecture]
     prefix = f"{architecture}."
-    warnings = _general_warnings(metadata, architecture, file)
-    checked = check_keys(metadata, gguf.keys, what=architecture, file=file, prefix=prefix)
+    own = {name: value for name, value in metadata.items() if name in gguf.other}
+    rest = {name: value for name, value in metadata.items() if name not in own}
+    warnings = _general_warnings(rest, architecture, file)
+    checked = check_keys(rest, gguf.keys, what=architecture, file=file, prefix=prefix)
     warnings += checked.warnings
+    other = check_keys(own, gguf.other, what=architecture, file=file).values
+    checked.values |= {prefix + name: value for name, value in other.items()}
     h = GgufFields(checked, file, prefix, tensors, warnings)
     if gguf.model_type:
         family = FAMILIES[gguf.model_type(h)]

@@ -69,7 +69,7 @@ class Ops(Protocol[Rows]):
 
     def attend(self, q: Rows, k: Rows | None, v: Rows | None, layer: int) -> Rows:
         """[rows, Q]: write k and v of every row into the KV cache (None: the layer reads those of
-        spec.layers[layer].kv_layer, which this step has written), then compute attention of each
+        spec.layers[layer].kv_layer, of this step or the target), then compute attention of each
         row over the positions of its own sequence inside the layer's window, itself included: up
         to the row's end (SeqStep.block).
         Score: softcap(scale · q·k), then softmax. If spec.query_scale_beta, q is first multiplied
@@ -105,10 +105,11 @@ class Ops(Protocol[Rows]):
     def moe(self, h: Rows, layer: int, router: Rows | None = None) -> Rows:
         """[rows, H]: spec.router of the router's logits (+ bias if spec.router_bias) gives a weight
         per expert. The top experts_used by weight (+ choice_bias if spec.choice_bias; ties go to
-        the lower index) are used. Their weights are renormalised to sum to 1 if
-        experts_renormalised, then multiplied by experts_scale. The result is the weighted sum of
-        those experts' gated MLPs (biased if spec.expert_bias), added in order of rank. `router`:
-        the router's input, where it is not h; then moe.scales multiply the experts' weights."""
+        the lower index) are used, of those in the best groups if spec.expert_groups > 1. Their
+        weights are renormalised to sum to 1 if experts_renormalised, then multiplied by
+        experts_scale. The result is the weighted sum of those experts' gated MLPs (biased if
+        spec.expert_bias), added in order of rank. `router`: the router's input, where it is not h;
+        then moe.scales multiply the experts' weights."""
 
     def add(self, x: Rows, y: Rows) -> Rows:
         """x + y · spec.residual_scale."""
@@ -123,6 +124,16 @@ class Ops(Protocol[Rows]):
         spec.logit_softcap."""
 
 
+class ContextOps(Ops[Rows], Protocol[Rows]):
+    """What the backends that run DFlash heads implement, too."""
+
+    def keys_values(self, h: Rows, layer: int) -> tuple[Rows, Rows]:
+        """[rows, K], [rows, K]: the projections of rows without queries."""
+
+    def store(self, k: Rows, v: Rows, layer: int) -> None:
+        """Write k and v of every row into the KV cache."""
+
+
 def forward(
     spec: ModelSpec,
     ops: Ops[Rows],
@@ -134,7 +145,8 @@ def forward(
 
     Of a draft layer: `x` is the input of the first layer in place of the embedding, and `h` that of
     its attention in place of the norm of x. `capture` reads the input of every layer, with its
-    index, and the last layer's output (of the output rows) with the number of layers."""
+    index, and the last layer's output (of the output rows; of an assistant the state of its next
+    draft) with the number of layers."""
     x = ops.embed() if x is None else x
     inputs = ops.layer_inputs(x) if spec.layer_input else None
     if spec.learned_positions:
@@ -149,10 +161,21 @@ def forward(
             x = ops.add(x, ops.norm(y, f"layers.{i}.input_norm"))
         if spec.layer_scale:
             x = ops.scale(x, f"layers.{i}.scale")
-    if capture is not None:
+    if capture is not None and spec.assistant is None:
         capture(x, len(spec.layers))
     h = ops.norm(x, "final_norm")
+    if capture is not None and spec.assistant is not None:
+        capture(ops.linear(h, "assistant.out", False), len(spec.layers))
     return h, ops.head(ops.take(h, "logits"))
+
+
+def store_context(spec: ModelSpec, ops: ContextOps[Rows], x: Rows) -> None:
+    """Write keys and values of the rows x, the same x in every layer, into the cache of a DFlash
+    head."""
+    for i in range(len(spec.layers)):
+        k, v = ops.keys_values(x, i)
+        k = ops.head_norm(k, f"layers.{i}.attn.k_norm")
+        ops.store(ops.rope(k, i), v, i)
 
 
 def _needed(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:

@@ -117,7 +117,8 @@ def deciding_keys(name: str, key_names: dict[str, str]) -> str:
 # Matrices that --quant quantises. Norms, biases, routers and learned positions keep their type.
 QUANTISED = (
     *("embed", "head", "attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "conv.in", "conv.out"),
-    *("delta.qkv", "delta.z", "delta.out", "mtp.project", "eagle.fc"),
+    *("delta.qkv", "delta.z", "delta.out", "mtp.project", "eagle.fc", "dflash.fc"),
+    "assistant.out",
     *("layer_inputs.embed", "layer_inputs.project", "input.gate", "input.project"),
 )
 _QUANTISED_PARTS = tuple(
@@ -145,6 +146,15 @@ def is_expert(name: str) -> bool:
 def layout(spec: ModelSpec) -> dict[str, Shape]:
     """Every weight of the model: name -> shape. `head` is absent if it is tied to `embed`."""
     weights: dict[str, Shape] = {"embed": (spec.vocab, spec.hidden)}
+    if assistant := spec.assistant:
+        wide = assistant.target.hidden
+        weights = {"embed": (spec.vocab, wide), "mtp.project": (spec.hidden, 2 * wide)}
+        weights["assistant.out"] = (wide, spec.hidden)
+        if assistant.centroids:
+            weights["assistant.centroids"] = (assistant.centroids, spec.hidden)
+            weights["assistant.ids"] = (spec.vocab,)
+    if dflash := spec.dflash:
+        weights |= {"dflash.fc": (spec.hidden, dflash.states), "dflash.state_norm": (spec.hidden,)}
     if spec.draft_layer:
         weights |= dict.fromkeys(("mtp.embed_norm", "mtp.state_norm"), (spec.hidden,))
         weights["mtp.project"] = (spec.hidden, 2 * spec.hidden)

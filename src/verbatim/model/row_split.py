@@ -141,6 +141,9 @@ class Split:
         shape = (*shape[:axis], rows[1] - rows[0], *shape[axis + 1 :])
         return Tensor(tensor.name, tensor.type, shape, np.ascontiguousarray(part).reshape(-1))
 
+    def part(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+        return {name: self.cut(name, tensor, rank) for name, tensor in tensors.items()}
+
     def cut_adapter(self, adapter: Adapter, rank: int) -> Adapter:
         parts = adapter.parts.items()
         cut = {name: replace(part, b=self.cut(name, part.b, rank)) for name, part in parts}

@@ -5,6 +5,8 @@ names of each file format to them):
 
     embed, positions, final_norm[.bias], head
     mtp.embed_norm, mtp.state_norm, mtp.project    [hidden], [hidden], [hidden, 2 · hidden]
+    assistant.out, assistant.centroids, assistant.ids    [target's hidden, hidden], [n, hidden], [V]
+    dflash.fc, dflash.state_norm    [hidden, states], [hidden]
     layers.{i}.attn_norm[.bias]    layers.{i}.attn.{q,k,v,o}[.bias]
     layers.{i}.attn.{q_norm,k_norm,sinks}
     layers.{i}.attn_post_norm      layers.{i}.mlp_norm[.bias]    layers.{i}.mlp_post_norm
@@ -107,6 +109,31 @@ class EagleSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AssistantSpec:
+    """A Gemma 4 assistant: its layers have queries only, and read the KV cache of the target: each
+    that of the target's layer LayerSpec.kv_layer. The input is mtp.project · [the target's
+    embedding of the last token; the target's final state of the position before, or
+    assistant.out · the own final state]. Every draft of a chain is computed at one position."""
+
+    target: ModelSpec
+    # The head in clusters of equal size: tokens outside of the `used` clusters whose centroids
+    # score highest are not drafted. 0: one head for all tokens.
+    centroids: int = 0
+    used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashSpec:
+    """A DFlash head: the layers fill a block of masks after the last token, with attention in both
+    directions. Keys and values of the positions before are those of norm(dflash.fc · the target's
+    states), in every layer."""
+
+    states: int  # width of the target's states: those of the captured layers, side by side
+    mask: int  # token id of a mask
+    block: int  # positions of a block, the last token included
+
+
+@dataclass(frozen=True, slots=True)
 class DiffusionSpec:
     """How a model fills blocks of masked positions (docs/adr/0034)."""
 
@@ -172,6 +199,10 @@ class ModelSpec:
     router_bias: bool = False  # added to the router's logits
     choice_bias: bool = False  # added to the expert weights for the choice of experts only
     experts_scale: float = 1.0  # multiplies the weights of the chosen experts
+    # Experts are chosen in the expert_groups_used groups (of adjacent experts) whose two best have
+    # the largest sum.
+    expert_groups: int = 1
+    expert_groups_used: int = 1
     expert_bias: bool = False
     shared_mlp: int = 0  # inner width of an MLP that every token uses beside the experts; 0: none
     trained_positions: int = 0  # rows of `positions` (learned positions only)
@@ -191,7 +222,16 @@ class ModelSpec:
     # the next token's embedding; norm of the target's final state].
     draft_layer: bool = False
     eagle: EagleSpec | None = None  # a draft layer of this kind
+    assistant: AssistantSpec | None = None  # the same
+    dflash: DFlashSpec | None = None  # the same
     diffusion: DiffusionSpec | None = None  # None: the model decodes from left to right only
+
+    @property
+    def draft_kind(self) -> str:
+        """What a model that drafts for another is, for messages."""
+        if self.assistant is not None:
+            return "Gemma 4 assistants"
+        return "DFlash heads" if self.dflash is not None else "draft layers"
 
     @property
     def scale(self) -> float:
@@ -202,6 +242,8 @@ class ModelSpec:
         """Attention layers with keys and values of their own, grouped by window and heads, full
         attention first, then the convolutions, then the recurrent states. A model without windows
         and recurrent layers has one group."""
+        if self.assistant is not None:
+            return self.assistant.target.groups
         attention: dict[tuple[bool, int, int, int], list[int]] = {}
         for i, a in enumerate(self.layers):
             if a.mixer == "attention" and a.kv_layer is None:

@@ -16,9 +16,8 @@ from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError
 from verbatim.base.records import StepPlan, StepResult
-from verbatim.model.row_split import Split
 from verbatim.parallel.group import Group
-from verbatim.parallel.rank import RankFacts, facts, open_rank
+from verbatim.parallel.rank_process import RankFacts, facts, open_rank, split_of
 
 if TYPE_CHECKING:
     from verbatim.model.loading.load import Model
@@ -28,34 +27,37 @@ class ParallelBackend:
     launcher = None  # a step ends before the next is planned
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
-        from verbatim.backend.cpu.backend import physical_cores
-
-        count = config.tensor_parallel
-        threads = config.threads or max(1, physical_cores() // count)
-        config = replace(
-            config,
-            backend="cuda" if may_use_gpu(config) else "cpu",
-            threads=threads,
-            tensor_parallel=1,
-            cache_dir=None,
-            cache_dir_size=EngineConfig().cache_dir_size,
-        )
-        self.spec = Split(model.spec, count).spec  # a model that cannot be split is an error
-        self.group = group = Group(count)
+        count = config.ranks
+        self.spec = split_of(model.spec, config, count).spec  # or an error: it cannot be split
+        self.group = group = Group(count, config.rank_address)
+        own = _rank_config(config, group.hosts.count(""))
         try:
-            stated = (str(model.path.absolute()), asdict(config))
+            stated = (str(model.path.absolute()), asdict(own))
             group.tell(b"open", json.dumps(stated).encode())
-            self._backend = open_rank(model, config, group.mesh, count)
+            self._backend = open_rank(model, own, group.mesh, count)
             answers = group.answers()
+            self._ranks = [
+                facts(self._backend, model),
+                *(RankFacts(*json.loads(a)) for a in answers),
+            ]
+            if problem := self._problem():
+                group.tell(b"nope", problem.encode())
+                raise ModelError(problem, file=str(model.path))
         except BaseException:
             group.close()
             raise
-        self._ranks = [facts(self._backend), *(RankFacts(*json.loads(a)) for a in answers)]
-        for rank, found in enumerate(self._ranks):
-            if found.error:
-                group.close()
-                raise ModelError(f"rank {rank}: {found.error}", file=str(model.path))
         self.block_size = self._backend.block_size
+
+    def _problem(self) -> str:
+        """Why the ranks cannot run one model, empty if they can."""
+        own = self._ranks[0].identity
+        for rank, found in enumerate(self._ranks):
+            name = f"rank {rank}" + (f" on {host}" if (host := self.group.hosts[rank]) else "")
+            if found.error:
+                return f"{name}: {found.error}"
+            if found.identity != own:
+                return f"{name} has the model and numerics {found.identity}, and rank 0 has {own}"
+        return ""
 
     @property
     def info(self) -> BackendInfo:
@@ -73,11 +75,19 @@ class ParallelBackend:
         return None
 
     def available_memory(self) -> int | None:
-        return self._backend.available_memory()
+        """Of several machines, the least."""
+        if not any(self.group.hosts):
+            return self._backend.available_memory()
+        return min(rank.memory for rank in self._ranks)
 
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes on all ranks, which share this machine's memory or a GPU's."""
-        return tuple(map(sum, zip(*(rank.block_bytes for rank in self._ranks), strict=True)))
+        """Bytes on all ranks of a machine, which share its memory or a GPU's; on the machine with
+        most of them."""
+        machines: dict[str, list[tuple[int, ...]]] = {}
+        for host, rank in zip(self.group.hosts, self._ranks, strict=True):
+            machines.setdefault(host, []).append(rank.block_bytes)
+        sums = [tuple(map(sum, zip(*ranks, strict=True))) for ranks in machines.values()]
+        return tuple(map(max, zip(*sums, strict=True)))
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         self.group.tell(b"allo", json.dumps(blocks).encode())
@@ -111,3 +121,18 @@ class ParallelBackend:
     def close(self) -> None:
         self.group.close()
         self._backend.close()
+
+
+def _rank_config(config: EngineConfig, here: int) -> EngineConfig:
+    """The settings of one rank; `here`: ranks on this machine."""
+    from verbatim.backend.cpu.backend import physical_cores
+
+    return replace(
+        config,
+        backend="cuda" if may_use_gpu(config) else "cpu",
+        threads=config.threads or max(1, physical_cores() // here),
+        tensor_parallel=1,
+        rank_address=None,
+        cache_dir=None,
+        cache_dir_size=EngineConfig().cache_dir_size,
+    )

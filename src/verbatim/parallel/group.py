@@ -1,14 +1,16 @@
-"""The processes of a tensor-parallel group, as rank 0 sees them.
+"""The other ranks of a group, as rank 0 sees them.
 
-In: a number of ranks. Out: ranks 1, 2, … as processes on this machine, with a socket between every
-two ranks. Invariant: a rank that ends ends the group. The others see their sockets close, and
-`error` says which rank it was; a group is never repaired, because its streams are out of step.
+In: a number of ranks, and the address where they join. Out: ranks 1, 2, … with a socket between
+every two: processes that are started here, or, with an address, those of rendezvous.py. Invariant:
+a rank that ends ends the group. The others see their sockets close, and `error` says which rank it
+was; a group is never repaired, because its streams are out of step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import time
 
 from verbatim.backend.ranks import frame, native_mesh
 from verbatim.base.errors import BackendError
+from verbatim.parallel.rendezvous import lead, read_exactly, shared_secret
 
 log = logging.getLogger("verbatim.parallel")
 ENDS_SECONDS = 5.0  # from the closing of the sockets until a rank is killed
@@ -24,20 +27,33 @@ ANSWER_SECONDS = 600.0  # to load a part of a model from a slow disk
 
 
 class Group:
-    def __init__(self, ranks: int) -> None:
-        pairs = {(a, b): socket.socketpair() for a in range(ranks) for b in range(a)}
+    def __init__(self, ranks: int, address: str | None = None) -> None:
         self.ranks, self.error = ranks, ""
+        self.hosts = ("",) * ranks  # of ranks on other machines; empty: this machine
         self._closing = False
         self._lock = threading.Lock()
-        # the ends of rank 0; None: itself
-        self._sockets = [None, *(pairs[rank, 0][1] for rank in range(1, ranks))]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        if address is None:
+            self._sockets = self._start(ranks)
+        else:
+            members = lead(address, ranks, shared_secret())
+            self.hosts = ("", *("" if m.local else m.host for m in members))
+            self._sockets = [None, *(m.socket for m in members)]
         self.mesh = native_mesh(0, [-1 if s is None else s.fileno() for s in self._sockets])
+        others = range(1, ranks)
+        self._watchers = [threading.Thread(target=self._watch, args=(r,)) for r in others]
+        for watcher in self._watchers:
+            watcher.daemon = True
+            watcher.start()
+
+    def _start(self, ranks: int) -> list[socket.socket | None]:
+        """Start the other ranks on this machine. sockets[r]: to rank r; None: itself."""
+        pairs = {(a, b): socket.socketpair() for a in range(ranks) for b in range(a)}
         self._processes = [_start(rank, ranks, pairs) for rank in range(1, ranks)]
         for (_, low), ends in pairs.items():
             for end in ends if low else ends[:1]:  # the ends of the other ranks
                 end.close()
-        for rank in range(1, ranks):
-            threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
+        return [None, *(pairs[rank, 0][1] for rank in range(1, ranks))]
 
     def tell(self, kind: bytes, body: bytes) -> None:
         """Send a frame to every rank."""
@@ -75,22 +91,31 @@ class Group:
         """Close the sockets, upon which the ranks end."""
         self._closing = True
         self._end("the group is closed")
+        for watcher in self._watchers:
+            watcher.join(ENDS_SECONDS)
 
     def _answer(self, rank: int) -> bytes:
         end = self._sockets[rank]
         assert end is not None
         end.settimeout(ANSWER_SECONDS)
         try:
-            size = int.from_bytes(_read(end, 8)[4:], "little")
-            return _read(end, size)
+            size = int.from_bytes(read_exactly(end, 8)[4:], "little")
+            return read_exactly(end, size)
         finally:
             end.settimeout(None)
 
     def _watch(self, rank: int) -> None:
-        code = self._processes[rank - 1].wait()
-        if not self._closing and not self.error:
+        end, poll = self._sockets[rank], select.poll()
+        assert end is not None
+        poll.register(end, getattr(select, "POLLRDHUP", select.POLLHUP))
+        poll.poll()  # without reading: the mesh does
+        how = f", on {self.hosts[rank] or 'this machine'}, has ended or cannot be reached"
+        if self._processes:
+            code = self._processes[rank - 1].wait()
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-            self._end(f"rank {rank} of {self.ranks} has ended ({how})")
+            how = f" has ended ({how})"
+        if not self._closing and not self.error:
+            self._end(f"rank {rank} of {self.ranks}{how}")
 
     def _end(self, why: str) -> None:
         with self._lock:
@@ -119,15 +144,11 @@ def _start(
         -1 if other == rank else pairs[max(rank, other), min(rank, other)][rank < other].fileno()
         for other in range(ranks)
     ]
-    command = [sys.executable, "-m", "verbatim.parallel.rank", str(rank), ",".join(map(str, fds))]
+    command = [
+        sys.executable,
+        "-m",
+        "verbatim.parallel.rank_process",
+        str(rank),
+        ",".join(map(str, fds)),
+    ]
     return subprocess.Popen(command, pass_fds=[fd for fd in fds if fd >= 0])
-
-
-def _read(end: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = end.recv(size - len(data))
-        if not part:
-            raise ConnectionError("a rank has ended")
-        data += part
-    return bytes(data)

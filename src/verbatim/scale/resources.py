@@ -78,7 +78,9 @@ def state_needs(
     if not nodes:
         raise ParameterError("ray", "the cluster has no node that is alive")
     config = EngineConfig(**engine)
-    ranks = config.tensor_parallel
+    if config.rank_address is not None:
+        raise ParameterError("rank_address", "the ranks of a replica are on one node; leave it out")
+    ranks = config.ranks
     gpus = ranks if _wants_gpu(config.backend, nodes, replicas, ranks) else 0
     # A head node often offers no CPUs, so that nothing runs on it.
     users = [node for node in nodes if (node.gpus if gpus else node.cpus) >= 1] or nodes

@@ -249,7 +249,7 @@ class SequenceQueues:
                 continue
             seq = self.sequences[step.seq_id]
             scarce = self.cache.low_on_blocks(len(self.running))
-            if seq.beam or step.end + 1 >= seq.limit or scarce:
+            if seq.beam or seq.canvas or step.end + 1 >= seq.limit or scarce:
                 continue
             if self.cache.allocate(seq, len(step.tokens) + 1, []):
                 steps[i] = step._replace(blocks=seq.freeze_blocks())

@@ -19,14 +19,14 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.server.app import make_app, make_metrics_app
+from verbatim.base.setting_rules import host_and_port
 from verbatim.server.http.api_keys import read_keys
 from verbatim.server.http.connection import HttpProtocol
 from verbatim.server.logs import AccessLog, set_up_logs
@@ -34,8 +34,7 @@ from verbatim.server.model_pool import ModelPool
 from verbatim.server.problem import shutting_down
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.server_state import State
-from verbatim.server.settings import EXECUTOR_THREADS, Settings, host_and_port
-from verbatim.server.storage.batch_runner import BatchRunner
+from verbatim.server.settings import EXECUTOR_THREADS, Settings
 
 log = logging.getLogger("verbatim.server")
 SPARE_FILES = 100  # file descriptors reserved for the engine socket, the log and 503 responses
@@ -61,7 +60,7 @@ def bind(settings: Settings) -> list[socket.socket]:
     Called before the model loads, so a port in use fails at once."""
     socks = [_bind("port", settings.host, settings.port, "choose another --port or --host")]
     if settings.metrics_address is not None:
-        address = host_and_port(settings.metrics_address)
+        address = host_and_port("metrics_address", settings.metrics_address)
         socks.append(_bind("metrics_address", *address, "choose another one"))
     return socks
 
@@ -98,8 +97,13 @@ def check_certificate(settings: Settings) -> None:
         raise ParameterError("tls_cert", why) from None
 
 
-def _servers(state: State) -> list[Server]:
-    """The HTTP servers of the sockets of bind()."""
+def _servers(state: State) -> tuple[list[Server], list[Coroutine[None, None, None]]]:
+    """The HTTP servers of the sockets of bind(), and the runner of batches. Imports the API, half
+    of this process's start."""
+    gc.disable()
+    from verbatim.server.app import make_app, make_metrics_app
+    from verbatim.server.storage.batch_runner import BatchRunner
+
     settings, app = state.settings, make_app(state)
     HttpProtocol.limits = settings.limits
     HttpProtocol.reject_early = app.reject_early
@@ -108,11 +112,15 @@ def _servers(state: State) -> list[Server]:
     apps: list[tuple[ASGIApp, type[HttpProtocol]]] = [(app, HttpProtocol)]
     if settings.metrics_address is not None:
         apps.append((make_metrics_app(state), MetricsProtocol))
-    return [Server(uvicorn.Config(
+    servers = [Server(uvicorn.Config(
         app, http=http, ws="none", lifespan="off",
         access_log=False, log_config=None, server_header=False, proxy_headers=False, backlog=4096,
         ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=5,
     )) for app, http in apps]  # fmt: skip
+    batches = [BatchRunner(state, app).run()] if settings.state_dir else []
+    gc.freeze()  # the modules and the app stay: no collection needs to visit them
+    gc.enable()
+    return servers, batches
 
 
 def _handle_signals(state: State) -> tuple[asyncio.Future[signal.Signals], asyncio.Event]:
@@ -146,17 +154,16 @@ async def serve(
     supervisor = supervise(settings, clock) if pool is None else pool.first.supervisor
     state = State(settings, supervisor, clock, pool)
     state.access = AccessLog(settings.log_format)
-    servers = _servers(state)
     executor = ThreadPoolExecutor(EXECUTOR_THREADS, "verbatim-http")
     asyncio.get_running_loop().set_default_executor(executor)
     stop, drain_now = _handle_signals(state)
-    gc.freeze()  # the modules and the app stay: no collection needs to visit them
     (supervisor if pool is None else pool).start()
+    await asyncio.sleep(0)  # the engine process starts here, and imports beside this one
+    servers, batches = _servers(state)
     pairs = zip(servers, socks, strict=True)
     serving = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in pairs]
-    background = [send_keepalives(state), announce(state, socks)]
+    background = [send_keepalives(state), announce(state, socks), *batches]
     background += [pool.unload_idle()] if pool is not None else []
-    background += [BatchRunner(state, make_app(state)).run()] if settings.state_dir else []
     tasks = [asyncio.create_task(work) for work in background]
     try:
         ends = (stop, supervisor.fatal, serving[0])

@@ -13,7 +13,7 @@ from typing import Any
 from verbatim.base.config import split_adapter
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonMapping
-from verbatim.base.setting_rules import check_range, rules_of, setting
+from verbatim.base.setting_rules import check_range, host_and_port, rules_of, setting
 from verbatim.server.http.api_keys import ApiKeys
 
 MIB = 1 << 20
@@ -223,7 +223,7 @@ class Settings:
         if not 0 <= self.port < 65536:
             raise ParameterError("port", f"{self.port} is not a port (0 to 65535)")
         if self.metrics_address is not None:
-            host_and_port(self.metrics_address)
+            host_and_port("metrics_address", self.metrics_address)
         if twice := set(self.adapter_names) & set(self.base_names):
             why = f"{twice.pop()!r} is also the name of the model; choose another"
             raise ParameterError("adapters", why)
@@ -240,19 +240,6 @@ class Settings:
     def served_name(self) -> str:
         """The model name in receipts: the first name for clients."""
         return self.served_names[0] if self.served_names else self.model
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """(host, port) of --metrics-address.
-
-    >>> host_and_port("[::1]:8001")
-    ('::1', 8001)
-    """
-    host, colon, port = address.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not (colon and host and port.isdecimal() and int(port) < 65536):
-        raise ParameterError("metrics_address", f"{address!r} is not HOST:PORT, as 127.0.0.1:8001")
-    return host, int(port)
 
 
 def is_loopback(host: str) -> bool:

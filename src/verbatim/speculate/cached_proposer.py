@@ -163,6 +163,8 @@ class CachedProposer:
         return DrawSpec(params, view.key, view.prompt_len, history)
 
     def _execute(self, steps: Sequence[SeqStep]) -> tuple[SeqResult, ...]:
+        if not steps:
+            return ()
         self._step += 1
         return self._backend.execute(StepPlan(self._step, tuple(steps))).sequences
 

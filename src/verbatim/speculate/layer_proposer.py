@@ -61,6 +61,7 @@ class _Positions:
 class LayerProposer(CachedProposer):
     what = "draft layer"
     states_probs = True
+    window = WINDOW
 
     def __init__(self, name: str, backend: DraftLayer, blocks: int) -> None:
         super().__init__(backend, blocks)
@@ -133,14 +134,17 @@ class LayerProposer(CachedProposer):
     def _catch_up(self, views: Sequence[SeqView]) -> None:
         for view in views:
             held = self._positions[view.seq_id]
-            if view.probe and len(held.waiting) > FEW:  # they are not worth one draft
-                held.keep_last(FEW)
+            self._shorten(view, held)
             more = len(held.waiting) - 1
             if more >= FEW:
                 tokens = tuple(view.tokens[-1 - more : -1])
                 step = self._sequence(view, tokens, held.cached)
                 self._execute([step._replace(states=held.waiting[:more])])
                 held.cached, held.waiting = held.cached + more, held.waiting[more:]
+
+    def _shorten(self, view: SeqView, held: _Positions) -> None:
+        if view.probe and len(held.waiting) > FEW:  # they are not worth one draft
+            held.keep_last(FEW)
 
     def _chains(self, live: list[SeqView], limit: int, floor: float) -> dict[int, Draft]:
         if self._device is None or not live:

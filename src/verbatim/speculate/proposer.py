@@ -75,7 +75,10 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class Observer(Protocol):
-    """A proposer that reads the target's final states."""
+    """A proposer that reads the target's final states, or those of captured layers."""
+
+    name: str
+    window: int  # the last so many positions of a prompt
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """A step is executed. Where a result has states that its step did not ask for, they are

@@ -93,10 +93,7 @@ class CpuBackend:
             raise BackendError(str(error)) from None
         _drop_file_pages(model)
         self._sampler = NativeSampler(native, self._engine)
-        # without a tied head, a token reads one embedding row only, so the matrix does not count
-        embed = 0 if spec.tied else int(model.weights["embed"].data.nbytes)
-        adapters = sum(adapter.nbytes for adapter in model.adapters)
-        self._weight_bytes = int(self._engine.weight_bytes) - embed - adapters
+        self._weight_bytes = int(self._engine.weight_bytes) - _unread_bytes(model)
         self._expert_bytes = sum(memory_bytes(w) for n, w in model.weights.items() if is_expert(n))
 
     @property
@@ -121,7 +118,10 @@ class CpuBackend:
         return CpuBackend(model, self.config, target=self)
 
     def _share(self, model: Model, target: CpuBackend) -> dict[str, int]:
-        """Numbers of the matrices that a draft layer has in common with its target."""
+        """Numbers of the matrices that a draft layer has in common with its target. An assistant
+        reads the target's KV cache, too."""
+        if self.spec.assistant is not None:
+            self._engine.read_cache_of(target._engine)
         return {
             name: self._engine.share(target._engine, number)
             for name, number in target._matrices.items()
@@ -147,8 +147,8 @@ class CpuBackend:
     def execute(self, plan: StepPlan) -> StepResult:
         for group, source, target in plan.copies:
             self._engine.copy(group, source, target)
-        if (states := draft_states(plan)) is not None:
-            self._engine.states(np.ravel(states))
+        if (states := draft_states(plan)) is not None or self.spec.dflash is not None:
+            self._engine.states(np.ravel(np.zeros(0, np.float32) if states is None else states))
         frame = b"" if self._ranks is None else self._ranks.step_frame(plan)
         self._engine.step(plan.sequences, frame)
         if self._ranks is not None and self._ranks.rank:
@@ -163,6 +163,13 @@ class CpuBackend:
     def close(self) -> None:
         self._engine = None
         self._sampler = None  # type: ignore[assignment]
+
+
+def _unread_bytes(model: Model) -> int:
+    """Adapters, and without a tied head the embedding, of which a token reads one row only."""
+    embed = None if model.spec.tied else model.weights.get("embed")
+    adapters = sum(adapter.nbytes for adapter in model.adapters)
+    return adapters + (0 if embed is None else int(embed.data.nbytes))
 
 
 def physical_cores() -> int:

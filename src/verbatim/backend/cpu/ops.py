@@ -28,10 +28,11 @@ from verbatim.base.errors import ModelError
 from verbatim.base.records import CacheGroup
 from verbatim.formats.registry import SIZES
 from verbatim.formats.tensor import Tensor
-from verbatim.model.decoder import forward
+from verbatim.model.decoder import forward, store_context
+from verbatim.model.layer_split import LayerSplit
 from verbatim.model.loading.load import Model
 from verbatim.model.rope import query_scales
-from verbatim.model.spec import EagleSpec, ModelSpec, RopeSpec
+from verbatim.model.spec import AssistantSpec, DFlashSpec, EagleSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,9 @@ class ProgramRecorder(WeightPacker):
             self._conv = {"src": engine.buffer(3 * spec.hidden), "dst": engine.buffer(spec.hidden)}
         self._logits = engine.buffer(spec.vocab)
         if captured := model.captured:
-            self._captured = {layer: i * spec.hidden for i, layer in enumerate(captured)}
-            self._states = engine.buffer(len(captured) * spec.hidden)
+            width = spec.assistant.target.hidden if spec.assistant else spec.hidden
+            self._captured = {layer: i * width for i, layer in enumerate(captured)}
+            self._states = engine.buffer(len(captured) * width)
 
     def _normed(self, h: Handle) -> dict[str, int]:
         """Source and norm fields of an operation that reads `h`."""
@@ -143,27 +145,43 @@ class ProgramRecorder(WeightPacker):
         return Handle(self._x)
 
     def draft_input(self) -> Handle:
-        """The input of a draft layer (ModelSpec.draft_layer), as the sum of two products: of the
-        embedding with the first half of the columns, of the state with the second."""
+        """The input of a draft layer (ModelSpec.draft_layer) or an assistant, as the sum of two
+        products: of the embedding with the first half of the columns, of the state with the
+        second."""
+        given = self.engine.buffer(self.weights["embed"].shape[1])
         for half, (name, scale) in enumerate((("embed", self.spec.embed_scale), ("state", 1.0))):
             if half:
-                self.engine.op("states", dst=self._y)
+                self.engine.op("states", dst=given)
             else:
                 mat = [self._matrix("embed")]
-                self.engine.op("embed", dst=self._y, mat=mat, scale=scale)
+                self.engine.op("embed", dst=given, mat=mat, scale=scale)
             t = columns(self.weights["mtp.project"], half)
+            norm = f"mtp.{name}_norm" if self.spec.draft_layer else ""
             self.engine.op(
                 "linear",
                 dst=self._x,
                 mat=[self._pack(t, *repack(t), t.rows)],
                 add=bool(half),
-                **self._normed(Handle(self._y, norm=f"mtp.{name}_norm")),
+                **self._normed(Handle(given, norm=norm)),
             )
         return Handle(self._x)
 
+    def context_input(self, dflash: DFlashSpec) -> Handle:
+        """What a DFlash head reads of the target's states."""
+        given = self.engine.buffer(dflash.states)
+        self.engine.op("states", dst=given)
+        self.engine.op("embed", dst=self._x, mat=[-1])  # the angles of the positions only
+        self._emit(self.linear(Handle(given), "dflash.fc", False), self._x, add=False)
+        return Handle(self._x, norm="dflash.state_norm")
+
     def capture(self, x: Handle, layer: int) -> None:
-        if layer in self._captured:
-            self.engine.op("capture", src=x.buffer, dst=self._states, offset=self._captured[layer])
+        if layer not in self._captured:
+            return
+        if x.pending:  # the state of an assistant's next draft
+            made = self.engine.buffer(self.weights["assistant.out"].shape[0])
+            self._emit(x, made, add=False)
+            x = Handle(made)
+        self.engine.op("capture", src=x.buffer, dst=self._states, offset=self._captured[layer])
 
     def eagle_input(self, eagle: EagleSpec) -> tuple[Handle, Handle]:
         """The inputs of an EAGLE-3 layer and of its attention. A step comes with the target's
@@ -257,6 +275,19 @@ class ProgramRecorder(WeightPacker):
         fields = {name: [*found, -1, -1] for name, found in heads.items()}
         source = self.spec.layers[layer].kv_layer
         return Handle(qkv={**self._normed(h), "layer": source, **fields, "part": "q"})
+
+    def keys_values(self, h: Handle, layer: int) -> tuple[Handle, Handle]:
+        head_dim = self.spec.kv_shape(layer)[1]
+        heads = self._heads_of([f"layers.{layer}.attn.{p}" for p in "kv"], head_dim)
+        fields = {name: [-1, *found] for name, found in heads.items()}  # -1: no queries
+        return (
+            Handle(qkv={**self._normed(h), "layer": layer, **fields, "part": "k"}),
+            Handle(qkv={"part": "v"}),
+        )
+
+    def store(self, k: Handle, v: Handle, layer: int) -> None:
+        fields = {name: value for name, value in (v.qkv | k.qkv).items() if name != "part"}
+        self.engine.op("qkv", dst=self._q[self.spec.kv_shape(layer)[1]], **fields)
 
     def value_norm(self, v: Handle, layer: int) -> Handle:
         ones = self.engine.vector(np.ones(self.spec.kv_shape(layer)[1], np.float32))
@@ -416,6 +447,8 @@ class ProgramRecorder(WeightPacker):
             fields["sigmoid"] = True
         if spec.choice_bias:
             fields["choice_bias"] = self._vector(f"{name}.choice_bias")
+        if spec.expert_groups > 1:
+            fields |= {"groups": spec.expert_groups, "groups_used": spec.expert_groups_used}
         if spec.experts_scale != 1.0:
             fields["experts_scale"] = spec.experts_scale
         if widths := self._widths(f"{name}.up"):
@@ -433,12 +466,14 @@ class ProgramRecorder(WeightPacker):
         return x  # the final norm selects the outputs, and the head the logits
 
     def head(self, h: Handle) -> Handle:
+        if (clusters := self.spec.assistant) is not None and clusters.centroids:
+            return self._head_clusters(h, clusters)
         mat = self._matrix("embed" if self.spec.tied else "head")
         scale, cap = self.spec.logit_scale, self.spec.logit_softcap
         widths, eagle = list(self._widths("head")), self.spec.eagle
         few = eagle is not None and eagle.vocab < self.spec.vocab
         dst = self._logits
-        if self._ranks:
+        if widths and self._ranks:
             dst = self._part(widths[self._ranks.rank])
         elif eagle is not None and few:
             dst = self.engine.buffer(eagle.vocab)
@@ -449,6 +484,54 @@ class ProgramRecorder(WeightPacker):
             ids = self._vector("eagle.ids")
             self.engine.op("scatter", src=dst, dst=self._logits, ids=ids)
         return Handle(self._logits)
+
+    def _head_clusters(self, h: Handle, spec: AssistantSpec) -> Handle:
+        scores = self.engine.buffer(spec.centroids)
+        self._emit(self.linear(h, "assistant.centroids", False), scores, add=False)
+        self.engine.op(
+            "clusters",
+            src=h.buffer,
+            keys=scores,
+            dst=self._logits,
+            mat=[self._matrix("head", self.spec.vocab // spec.centroids)],
+            ids=self._vector("assistant.ids"),
+            used=spec.used,
+        )
+        return Handle(self._logits)
+
+
+class StageRecorder(ProgramRecorder):
+    """The program of one rank of a pipeline (model/layer_split.py). Every rank takes part in every
+    hand-over: a gather of which one rank has all columns."""
+
+    def _hand_over(self, owners: range) -> None:
+        for owner in owners:
+            width = self.spec.hidden
+            widths = [width if rank == owner else 0 for rank in range(self._count)]
+            dst = self._y if owner == self._rank else self._x
+            self.engine.op("gather", src=self._x, dst=dst, widths=widths)
+
+    def embed(self) -> Handle:
+        assert self._ranks is not None, "a stage is of a rank"
+        self._count, self._rank = self._ranks.split.ranks, self._ranks.rank
+        if self._rank:
+            self.engine.op("embed", dst=self._x, mat=[-1])  # the angles of the positions only
+            self._hand_over(range(self._rank))
+            return Handle(self._x)
+        x = super().embed()
+        if self._ranks.split.spec.learned_positions:
+            x = self.add(x, self.positions())
+        self._hand_over(range(self._count))
+        return x
+
+    def norm(self, x: Handle, name: str) -> Handle:
+        return x if self._rank and name == "final_norm" else super().norm(x, name)
+
+    def head(self, h: Handle) -> Handle:
+        if not self._rank:
+            return super().head(h)
+        self._hand_over(range(self._rank, self._count))
+        return h
 
 
 def columns(t: Tensor, half: int) -> Tensor:
@@ -468,25 +551,34 @@ def record(
     `shared`: matrices that the engine has already. `ranks`: the model is one rank's part. Returns
     the engine's number of every matrix."""
     kinds = ("attention", "conv", "state")
-    for group in model.spec.groups:
-        kv_heads, head_dim = model.spec.kv_shape(group.layers[0])
+    cached = model.spec if model.spec.assistant is None else model.spec.assistant.target
+    for group in cached.groups:
+        kv_heads, head_dim = cached.kv_shape(group.layers[0])
         engine.group(
             group.window or 0,
             list(group.layers),
             kinds.index(group.kind),
-            block_floats(model.spec, group),
+            block_floats(cached, group),
             kv_heads,
             head_dim,
         )
-    recorder = ProgramRecorder(model, engine, ranks)
+    split = ranks and ranks.split
+    kind = StageRecorder if isinstance(split, LayerSplit) else ProgramRecorder
+    recorder = kind(model, engine, ranks)
     recorder._matrices |= shared or {}
-    x = recorder.draft_input() if model.spec.draft_layer else None
-    h = None
-    if model.spec.eagle is not None:
+    x = h = None
+    if model.spec.draft_layer or model.spec.assistant is not None:
+        x = recorder.draft_input()
+    elif model.spec.eagle is not None:
         x, h = recorder.eagle_input(model.spec.eagle)
+    elif (dflash := model.spec.dflash) is not None:
+        engine.runs_with(dflash.states)
+        store_context(model.spec, recorder, recorder.context_input(dflash))
+        engine.runs_with(-1)
     forward(model.spec, recorder, x, h, recorder.capture if model.captured else None)
     engine.finish()
-    recorder._matrix("embed")
+    if "embed" in model.weights:
+        recorder._matrix("embed")
     return recorder._matrices
 
 

@@ -24,8 +24,8 @@ from verbatim.backend.reference.canary import Canary
 from verbatim.backend.reference.ops import FloatWeights, ReferenceOps, float_adapter
 from verbatim.backend.step_rows import HostRows, collect, draft_states, make_batch
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
-from verbatim.base.records import StepPlan, StepResult
-from verbatim.model.decoder import forward
+from verbatim.base.records import SeqResult, StepPlan, StepResult
+from verbatim.model.decoder import forward, store_context
 from verbatim.model.layout import is_expert, is_read_by_row
 from verbatim.model.loading.load import Model
 
@@ -43,8 +43,11 @@ class ReferenceBackend:
         *,
         block_size: int = BLOCK_SIZE,
         note: str = "",
+        target: ReferenceBackend | None = None,
     ) -> None:
+        """`target`: the backend whose KV cache an assistant reads."""
         self.spec = model.spec
+        self._target = target
         self.launcher = self.chains = None
         self.block_size = block_size
         self.config = config or EngineConfig()
@@ -70,12 +73,15 @@ class ReferenceBackend:
         )
 
     def draft_layer(self, model: Model) -> ReferenceBackend:
-        return ReferenceBackend(model, self.config, block_size=self.block_size)
+        target = None if model.spec.assistant is None else self
+        return ReferenceBackend(model, self.config, block_size=self.block_size, target=target)
 
     def available_memory(self) -> None:
         return None  # the KV cache is in main memory
 
     def block_bytes(self) -> tuple[int, ...]:
+        if self._target is not None:
+            return ()
         return tuple(
             4 * len(group.layers) * self.spec.block_values(group, self.block_size)
             for group in self.spec.groups
@@ -83,6 +89,9 @@ class ReferenceBackend:
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         assert self._caches is None, "allocate is called once"
+        if self._target is not None:
+            self._caches = self._target._caches
+            return
         groups = self.spec.groups
         assert len(blocks) == len(groups), "one count for each cache group"
         self._caches = tuple(
@@ -137,10 +146,14 @@ class ReferenceBackend:
             ops = ReferenceOps(
                 self.spec, self._weights, self._caches, batch, self._adapters, kv_type, captured
             )
-            x = ops.draft_input() if self.spec.draft_layer else None
-            h = None
-            if self.spec.eagle is not None:
+            x = h = None
+            if self.spec.draft_layer or self.spec.assistant is not None:
+                x = ops.draft_input()
+            elif self.spec.eagle is not None:
                 x, h = ops.eagle_input(self.spec.eagle)
+            elif self.spec.dflash is not None and batch.states is not None:
+                store_context(self.spec, ops, ops.context_input())
+                return StepResult(plan.step, tuple(SeqResult(s.seq_id) for s in plan.sequences))
             hidden, logits = forward(self.spec, ops, x, h, ops.capture)
         states = np.concatenate(ops.states, axis=1) if captured else None
         return collect(plan, hidden, HostRows(logits), states)

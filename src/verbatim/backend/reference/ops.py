@@ -19,7 +19,7 @@ from verbatim.backend.step_rows import Batch
 from verbatim.formats.tensor import Tensor
 from verbatim.model.adapter import Adapter
 from verbatim.model.rope import query_scales, tables
-from verbatim.model.spec import EagleSpec, ModelSpec, RopeSpec
+from verbatim.model.spec import AssistantSpec, EagleSpec, ModelSpec, RopeSpec
 
 F32 = np.float32
 # a float32 array; NumPy's stubs lose the type in indexing and mixed arithmetic
@@ -112,10 +112,17 @@ class ReferenceOps:
         return normed if eagle.norm_first else x, np.concatenate([embedding, normed], axis=1)
 
     def draft_input(self) -> Array:
-        """[rows, H]: the input of a draft layer (ModelSpec.draft_layer)."""
-        embedding = self.norm(self.embed(), "mtp.embed_norm")
-        state = self.norm(self.batch.states, "mtp.state_norm")
+        """[rows, H]: the input of a draft layer (ModelSpec.draft_layer) or an assistant."""
+        embedding, state = self.embed(), self.batch.states
+        if self.spec.draft_layer:
+            embedding = self.norm(embedding, "mtp.embed_norm")
+            state = self.norm(state, "mtp.state_norm")
         return self.linear(np.concatenate([embedding, state], axis=1), "mtp.project", False)
+
+    def context_input(self) -> Array:
+        """[rows, H]: what a DFlash head reads of the target's states."""
+        x = self.linear(self.batch.states, "dflash.fc", False)
+        return self.norm(x, "dflash.state_norm")
 
     def positions(self) -> Array:
         return self.weights["positions"][self.batch.positions]
@@ -186,6 +193,10 @@ class ReferenceOps:
     def queries(self, h: Array, layer: int) -> Array:
         return self.linear(h, f"layers.{layer}.attn.q", self.spec.qkv_bias)
 
+    def keys_values(self, h: Array, layer: int) -> tuple[Array, Array]:
+        k, v = (self.linear(h, f"layers.{layer}.attn.{p}", self.spec.qkv_bias) for p in "kv")
+        return k, v
+
     def rope(self, x: Array, layer: int) -> Array:
         rope = self.spec.layers[layer].rope
         assert rope is not None, "the decoder rotates only where the layer has a rope"
@@ -214,46 +225,59 @@ class ReferenceOps:
         if self.spec.logit_scale != 1.0:
             logits = logits * F32(self.spec.logit_scale)
         logits = soft_cap(logits, self.spec.logit_softcap)
-        if "eagle.ids" not in self.weights.source:
+        if self.spec.assistant is not None and self.spec.assistant.centroids:
+            logits = self._best_clusters(h, logits, self.spec.assistant)
+        ids = next((n for n in ("eagle.ids", "assistant.ids") if n in self.weights.source), None)
+        if ids is None:
             return logits
         every = np.full((len(h), self.spec.vocab), NO_LOGIT, F32)
-        every[:, self.weights["eagle.ids"].astype(np.int64)] = logits
+        every[:, self.weights[ids].astype(np.int64)] = logits
         return every
+
+    def _best_clusters(self, h: Array, logits: Array, spec: AssistantSpec) -> Array:
+        """NO_LOGIT where another cluster's centroid scores higher; ties go to the lower index."""
+        scores = rows_times(h, self.weights["assistant.centroids"])
+        best = np.argsort(-scores, axis=1, kind="stable")[:, : spec.used]
+        chosen = np.zeros(scores.shape, np.bool_)
+        np.put_along_axis(chosen, best, True, axis=1)
+        size = self.spec.vocab // spec.centroids
+        return np.where(np.repeat(chosen, size, axis=1), logits, NO_LOGIT)
 
     # ---- attention
 
     def attend(self, q: Array, k: Array | None, v: Array | None, layer: int) -> Array:
         spec, batch = self.spec, self.batch
         kv_heads, head_dim = spec.kv_shape(layer)
-        source = spec.layers[layer].kv_layer
         if spec.query_scale_beta:
             q = q * query_scales(spec, batch.positions)[:, None]
-        group, index = self._cache_of["attention", layer if source is None else source]
-        cache = self.caches[group]
-        assert isinstance(cache, AttentionCache)
-        keys, values = cache.keys[index], cache.values[index]
+        group, keys, values = self._cache(layer)
         # the query heads of one KV head are adjacent
         heads = (len(q), kv_heads, -1, head_dim)
         queries, out = q.reshape(heads), np.empty_like(q).reshape(heads)
         if k is not None and v is not None:
-            new = (
-                round_kv(k.reshape(len(k), kv_heads, -1), self._kv_type),
-                round_kv(v.reshape(len(v), kv_heads, -1), self._kv_type),
-            )
-            self._store(new, keys, values, group)
+            self.store(k, v, layer)
         for s, table in enumerate(batch.tables[group]):
             self._attend_sequence(queries, out, keys, values, s, table, layer)
         return out.reshape(q.shape)
 
-    def _store(self, new: tuple[Array, Array], keys: Array, values: Array, group: int) -> None:
-        """Write the keys and values of every row into the cache."""
+    def _cache(self, layer: int) -> tuple[int, Array, Array]:
+        """The cache group of a layer, and the keys and values that it reads."""
+        source = self.spec.layers[layer].kv_layer
+        group, index = self._cache_of["attention", layer if source is None else source]
+        cache = self.caches[group]
+        assert isinstance(cache, AttentionCache)
+        return group, cache.keys[index], cache.values[index]
+
+    def store(self, k: Array, v: Array, layer: int) -> None:
+        kv_heads, (group, keys, values) = self.spec.kv_shape(layer)[0], self._cache(layer)
+        k, v = (round_kv(part.reshape(len(k), kv_heads, -1), self._kv_type) for part in (k, v))
         batch, size = self.batch, keys.shape[2]
         for s, table in enumerate(batch.tables[group]):
             rows = slice(batch.first[s], batch.first[s + 1])
             positions = batch.positions[rows]
             blocks, slots = table[positions // size], positions % size
             assert blocks.min() >= 0, "a token's own block is in the table"
-            keys[blocks, :, slots], values[blocks, :, slots] = new[0][rows], new[1][rows]
+            keys[blocks, :, slots], values[blocks, :, slots] = k[rows], v[rows]
 
     def _attend_sequence(
         self,
@@ -268,7 +292,7 @@ class ReferenceOps:
         """All rows of one sequence: gather the blocks from the first row's window on, then attend
         one row at a time."""
         first, last = self.batch.first[s], self.batch.first[s + 1]
-        start, end = int(self.batch.positions[first]), int(self.batch.positions[last - 1]) + 1
+        start, end = int(self.batch.positions[first]), int(self.batch.ends[last - 1])
         size, window = keys.shape[2], self.spec.layers[layer].window
         sinks = None
         if self.spec.sinks:  # [kv_heads, group, 1]
@@ -352,6 +376,8 @@ class ReferenceOps:
         spec = self.spec
         scores = softmax(logits) if spec.router == "softmax" else sigmoid(logits)
         choice = scores + self.weights[f"{prefix}.choice_bias"] if spec.choice_bias else scores
+        if spec.expert_groups > 1:
+            choice = _in_best_groups(choice, spec)
         # stable: ties go to the lower index
         chosen = np.argsort(-choice, kind="stable")[: spec.experts_used]
         shares = scores[chosen]
@@ -374,6 +400,16 @@ class ReferenceOps:
 
 
 # ---- functions
+
+
+def _in_best_groups(choice: Array, spec: ModelSpec) -> Array:
+    """-inf for experts outside the groups whose two best have the largest sums."""
+    groups = choice.reshape(spec.expert_groups, -1)
+    sums = np.sort(groups, axis=1)[:, -2:].sum(1, dtype=F32)
+    out = np.full_like(groups, -np.inf)
+    kept = np.argsort(-sums, kind="stable")[: spec.expert_groups_used]
+    out[kept] = groups[kept]
+    return out.reshape(-1)
 
 
 def float_adapter(adapter: Adapter) -> FloatAdapter:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 VARIED = (
     *("backend", "threads", "tensor_parallel", "step_tokens", "prefix_cache", "speculate"),
-    "kv_blocks",
+    *("kv_blocks", "pipeline_parallel", "rank_address"),
 )
 
 

@@ -59,7 +59,7 @@ def compile_ahead(loaded: LoadedModel, config: EngineConfig) -> None:
     """Compile the GPU kernels of the model, and of what drafts for it, before the first request."""
     opened = (loaded.backend, loaded.draft, loaded.layer)
     backends = [b for b in opened if b is not None and b.info.name == "cuda"]
-    if config.tensor_parallel > 1:  # a rank compiles what its first steps need
+    if config.ranks > 1:  # a rank compiles what its first steps need
         return
     if not config.warm_up or not backends or loaded.task != "generate":
         return

@@ -26,7 +26,7 @@ def check_load(
     """Raise the error that loading `model` with these engine settings must end with, if any."""
     from verbatim.encoder.encoder_load import check_encoder, encoder_type
     from verbatim.lora.adapter_load import load_adapter
-    from verbatim.model.loading.eagle3 import open_head
+    from verbatim.model.loading.heads import open_head
     from verbatim.model.loading.load import check_model
 
     path = _local_path(os.fspath(model), revision, offline)

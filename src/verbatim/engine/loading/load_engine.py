@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verbatim.backend.protocol import Backend, DraftLayer
 from verbatim.base.config import EngineConfig
@@ -49,7 +49,7 @@ def load_for_engine(
     # Reading the tokenizer takes about 0.25 s, which overlaps with packing the weights.
     with ThreadPoolExecutor(1) as pool:
         text = pool.submit(model_info.read_text, loaded.source)
-        backend, failure = _open_backend(loaded, config)
+        backend, of_ranks = _open_backend(loaded, config)
     try:
         tokenizer, template = text.result()
         tokenizer.fit(loaded.spec.vocab)  # padding may be drawn, and decodes to no text
@@ -75,29 +75,29 @@ def load_for_engine(
         file=model_info.file_of(loaded.path, model_info.weight_types(loaded), loaded.source),
         weight_files=tuple(model_info.weight_files(loaded.path)),
         adapters=adapter_infos(loaded),
-        failure=failure,
+        **of_ranks,
     )
 
 
-def _open_backend(model: Model, config: EngineConfig) -> tuple[Backend, Callable[[], str]]:
-    """The backend, and LoadedModel.failure."""
-    if config.tensor_parallel == 1:
+def _open_backend(model: Model, config: EngineConfig) -> tuple[Backend, dict[str, Any]]:
+    """The backend, and the fields of LoadedModel that several processes have."""
+    if config.ranks == 1:
         from verbatim.backend import open_backend
 
-        return open_backend(model, config), str
+        return open_backend(model, config), {}
     from verbatim.parallel.backend import ParallelBackend
 
     backend = ParallelBackend(model, config)
-    return backend, lambda: backend.group.failure
+    group = backend.group
+    return backend, {"failure": lambda: group.failure, "waits": group.mesh.waits}
 
 
 def _load_decoder(path: Path, config: EngineConfig, change: Callable[[Model], Model]) -> Model:
     from verbatim.backend import may_use_gpu
     from verbatim.lora.adapter_load import with_adapters
-    from verbatim.parallel.rank import load_part
+    from verbatim.parallel.rank_process import load_part
 
-    ranks = config.tensor_parallel
-    model = change(load_part(path, config, 0, ranks, may_use_gpu(config)))
+    model = change(load_part(path, config, 0, config.ranks, may_use_gpu(config)))
     return with_adapters(model, config.adapters) if config.adapters else model
 
 
@@ -145,7 +145,7 @@ def _with_head(
 ) -> Model:
     """The model with the head of `speculate=head:PATH` as its draft layer."""
     from verbatim.hub.catalog import resolve
-    from verbatim.model.loading.eagle3 import open_head
+    from verbatim.model.loading.heads import open_head
 
     mode, _, name = config.speculate.partition(":")
     if mode != "head":
@@ -166,7 +166,8 @@ def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> DraftLa
     layer = None if model.draft is None else backend.draft_layer(unpacked(model.draft))
     if layer is not None:
         return layer
-    why = f"the {backend.info.name} backend runs no draft layers"
+    kind = "draft layers" if model.draft is None else model.draft.spec.draft_kind
+    why = f"the {backend.info.name} backend runs no {kind}"
     if model.draft is None:
         told = [text for text in model.warnings if "draft layer" in text]
         why = told[0] if told else "the model's file has no draft layer"

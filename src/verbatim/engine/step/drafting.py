@@ -19,7 +19,6 @@ from verbatim.engine.step.own_proposers import open_proposers
 from verbatim.schedule.sequence import Sequence
 from verbatim.speculate.draft_policy import MAX_BATCH_PRICE, Speculator
 from verbatim.speculate.forced import ForcedProposer
-from verbatim.speculate.layer_proposer import WINDOW, LayerProposer
 from verbatim.speculate.ngram import NgramProposer
 from verbatim.speculate.proposer import Observer, Proposer, SeqView
 from verbatim.speculate.step_cost import StepCost
@@ -61,7 +60,8 @@ class Drafting:
         self.own, self._missing = open_proposers(loaded, config, scheduler)
         self._observers = [p for p in self.own.values() if isinstance(p, Observer)]
         # The mode that needs states of the target; empty: none does.
-        self._layer = next((n for n, p in self.own.items() if isinstance(p, LayerProposer)), "")
+        self._layer = next((p.name for p in self._observers), "")
+        self._window = max((p.window for p in self._observers), default=0)
         self._remember = frozenset(config.suffix_tenants)
         self._speculators: dict[str, Speculator] = {}
         self._off: set[str] = set()  # proposers that are switched off for poor drafts
@@ -153,8 +153,8 @@ class Drafting:
 
     def with_states(self, plan: StepPlan) -> StepPlan:
         """The plan to execute: steps of sequences that a draft layer may draft for also return the
-        final states of their rows; of a prompt, those of its last WINDOW positions. Where not even
-        a certain draft pays, none does."""
+        final states of their rows; of a prompt, those of the last positions that it reads. Where
+        not even a certain draft pays, none does."""
         running = len(self._scheduler.running)
         price = self.cost.price(running) if self.adaptive and running > 1 else 0.0
         if not self._layer or self._layer in self._off or price >= MAX_BATCH_PRICE:
@@ -163,7 +163,7 @@ class Drafting:
         for step in plan.sequences:
             seq = self._scheduler.sequences[step.seq_id]
             wanted = self._mode(seq.params) in ("auto", self._layer) and not seq.beam
-            near = step.end > len(seq.tokens) - WINDOW
+            near = step.end > len(seq.tokens) - self._window
             steps.append(step._replace(hidden=True) if wanted and near else step)
         return plan._replace(sequences=tuple(steps))
 

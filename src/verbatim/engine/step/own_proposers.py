@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from verbatim.base.config import EngineConfig
+from verbatim.speculate.assistant_proposer import AssistantProposer
+from verbatim.speculate.block_proposer import BlockProposer
 from verbatim.speculate.draft_model import DraftProposer
 from verbatim.speculate.layer_proposer import LayerProposer
 from verbatim.speculate.proposer import Proposer
@@ -57,9 +59,14 @@ def open_proposers(
         "(speculate=draft:MODEL)",
     }
     if (layer := loaded.layer) is not None:
-        mode = "mtp" if layer.spec.eagle is None else "head"
+        mode = "mtp" if layer.spec.draft_layer else "head"
         blocks = draft_blocks(layer, loaded, config, scheduler)
-        found[mode] = LayerProposer(mode, layer, blocks)
+        if layer.spec.assistant is not None:
+            found[mode] = AssistantProposer(layer, lambda i: scheduler.sequences[i].blocks)
+        elif layer.spec.dflash is not None:
+            found[mode] = BlockProposer(layer, blocks, layer.spec.dflash)
+        else:
+            found[mode] = LayerProposer(mode, layer, blocks)
     diffusion = loaded.backend.spec.diffusion
     if diffusion is not None and diffusion.causal and config.use_cache:
         own = BorrowedBlocks(scheduler)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families import qwen2
-from verbatim.model.families.common import parts, rows
-from verbatim.model.families.common.family import Config, Family, tiny
+from verbatim.model.families.common import gguf_rows, header, parts, rows
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import must_equal
 from verbatim.model.spec import DiffusionSpec, ModelSpec
 
@@ -28,5 +28,12 @@ FAMILY = Family(
         "mask_token_id": rows.mask_token(151666),
     },
     spec=_spec,
+    gguf=Gguf(
+        "dream",
+        keys=gguf_rows.GGUF_FULL,
+        other=gguf_rows.gguf_masks(shift=True),
+        implied=header.every_layer_window,
+    ),
+    exported=parts.masks,
     tiny={"dream": tiny(mask_token_id=259)},
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.model.families.common import parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, tiny
+from verbatim.model.families.common import gguf_rows, parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import Key, Table, alias, followed, must_equal, no_effect
 from verbatim.model.spec import DiffusionSpec, ModelSpec
 
@@ -78,5 +78,12 @@ FAMILY = Family(
             "stack": "transformer.blocks",
         },
     ),
+    gguf=Gguf(
+        "llada",
+        keys=gguf_rows.GGUF_FULL,
+        other=gguf_rows.gguf_masks(shift=False),
+        names=tensors.GGUF_PAIRS,
+    ),
+    exported=parts.masks,
     tiny={"llada": tiny(num_key_value_heads=4, mask_token_id=259)},
 )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +39,6 @@ from verbatim.model.loading.names import (
     hf_source,
     ignorable,
 )
-from verbatim.model.row_split import Split
 from verbatim.model.spec import ModelSpec
 
 QUANTS = ("q8_0", "q4_0", PACKED)
@@ -82,8 +80,8 @@ def load_model(
     quantises float weights; packed keeps the integers of quantised safetensors in blocks. `gpu`:
     without `quant`, keep quantised safetensors in blocks for the cuda backend (open_backend unpacks
     them for the others). The bits of the weights are the same.
-    `part`: keep the rows of one rank of a tensor-parallel group, weight by weight; the spec is that
-    of the whole model."""
+    `part`: keep the part of one rank of a group, weight by weight; the spec is that of the whole
+    model."""
     path = Path(path)
     _check_arguments(path, quant)
     if path.is_dir():
@@ -132,11 +130,8 @@ def _check_arguments(path: Path, quant: str | None) -> None:
         )
 
 
-class Part(NamedTuple):
-    """One rank of a tensor-parallel group."""
-
-    rank: int
-    ranks: int
+# Of a spec: how a rank of a group cuts a weight.
+Part = Callable[[ModelSpec], Callable[[str, Tensor], Tensor]]
 
 
 class _Names(NamedTuple):
@@ -151,8 +146,7 @@ class _Names(NamedTuple):
 
     def collect(self, part: Part | None) -> dict[str, Tensor]:
         if part is not None:
-            split = Split(self.collector.spec, part.ranks)
-            self.collector.cut = partial(split.cut, rank=part.rank)
+            self.collector.cut = part(self.collector.spec)
         return self.collector.collect(self.find, self.is_ignorable)
 
 

@@ -162,7 +162,7 @@ class Fleet:
     def _send(self, number: int, arrival: Arrival) -> Served:
         tokens = arrival.tokens(number)
         route = Route(self._hashes(arrival, tokens), arrival.prompt, arrival.output)
-        candidates = [Candidate(_name(i), len(r.open)) for i, r in enumerate(self.replicas)]
+        candidates = self._candidates(route)
         chosen = self.decider.rank(route, candidates)[0]
         self.decider.routed(route, chosen, [c.replica for c in candidates])
         i = int(chosen)
@@ -171,6 +171,16 @@ class Fleet:
         if self.replicas[i].plan is None:
             self._start(i)
         return served
+
+    def _candidates(self, route: Route) -> list[Candidate]:
+        """The replicas that can be ranked first, as among all of them: those with the prompt's
+        first block, and the one with the fewest open requests. The cost of the others rises with
+        their open requests alone."""
+        every = range(len(self.replicas))
+        first, prefixes = route.hashes[:1], self.decider.prefixes
+        held = {i for i in every if prefixes.hit(_name(i), first)} if first else set()
+        held.add(min(every, key=lambda i: len(self.replicas[i].open)))
+        return [Candidate(_name(i), len(self.replicas[i].open)) for i in sorted(held)]
 
     def _hashes(self, arrival: Arrival, tokens: list[int]) -> tuple[bytes, ...]:
         if self._chain is None or not arrival.segments:

@@ -61,7 +61,8 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
         q.start = integer(nb::object(h.attr(names->start)).ptr());
         q.block = integer(nb::object(h.attr(names->block)).ptr());
         q.causal = integer(nb::object(h.attr(names->causal)).ptr());
-        if (q.block < 1) throw std::invalid_argument("a block of attention has no positions");
+        if (q.block < 0 || (!q.block && !q.start))
+            throw std::invalid_argument("a block of attention has no positions");
         if (q.start < 0 || q.start > e.max_positions() - q.rows)
             throw std::invalid_argument("a position is out of range");
         int64_t adapter = integer(nb::object(h.attr(names->adapter)).ptr());
@@ -93,7 +94,7 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
                 q.blocks[g][i] = (int32_t)b;
             }
             int window = e.group_window(g);
-            int64_t end = q.start + q.rows,
+            int64_t end = q.start + q.rows - !q.block,
                     from = window ? std::max<int64_t>(0, q.start - window + 1) : 0;
             for (int64_t b = from / BLOCK; b * BLOCK < end; b++)
                 if (b >= n || q.blocks[g][b] < 0)
@@ -176,8 +177,9 @@ class PyEngine {
         static const char* NAMES[] = {"embed", "positions", "qkv", "attend", "linear", "gateup",
                                       "norm",  "normadd",   "moe", "head",   "heads",  "conv",
                                       "delta", "gated", "layer_inputs", "layer_gate", "scale",
-                                      "states", "gather", "capture", "scatter"};
+                                      "states", "gather", "capture", "scatter", "clusters"};
         Op o{};
+        o.states_width = runs_with_;
         o.type = (OpType)-1;
         for (int i = 0; i < (int)std::size(NAMES); i++)
             if (type == NAMES[i]) o.type = (OpType)i;
@@ -210,6 +212,8 @@ class PyEngine {
             else if (k == "used") o.used = nb::cast<int>(value);
             else if (k == "renormalise") o.renormalise = nb::cast<bool>(value);
             else if (k == "sigmoid") o.sigmoid = nb::cast<bool>(value);
+            else if (k == "groups") o.groups = nb::cast<int>(value);
+            else if (k == "groups_used") o.groups_used = nb::cast<int>(value);
             else if (k == "choice_bias") o.choice_bias = nb::cast<int>(value);
             else if (k == "experts_scale") o.experts_scale = nb::cast<float>(value);
             else if (k == "expert_scales") o.expert_scales = nb::cast<int>(value);
@@ -238,18 +242,24 @@ class PyEngine {
             else throw std::invalid_argument("unknown field " + k);
         }
         if (o.type == O_STATES) state_widths_.push_back(engine_.buffer_width(o.dst));
+        if (o.states_width < 0) state_widths_.push_back(0);
         engine_.add_op(std::move(o));
     }
     static void copy3(const std::vector<int>& v, int* out) {
         for (size_t i = 0; i < v.size() && i < 3; i++) out[i] = v[i];
     }
     void finish() { engine_.finish(); }
+    void read_cache_of(PyEngine& target) {
+        engine_.read_cache_of(target.engine_);
+        cache_ = &target;
+    }
     std::vector<int64_t> block_bytes() const {
         std::vector<int64_t> out;
-        for (int g = 0; g < groups_; g++) out.push_back(engine_.block_bytes(g));
+        for (int g = 0; g < groups_ && cache_ == this; g++) out.push_back(engine_.block_bytes(g));
         return out;
     }
     void allocate(const std::vector<int64_t>& blocks) {
+        if (cache_ != this) return;
         if ((int)blocks.size() != groups_)
             throw std::invalid_argument("allocate() needs one number of blocks per cache group");
         engine_.allocate(blocks);
@@ -277,9 +287,9 @@ class PyEngine {
     }
     // `frame`: what rank 0 of a group tells the others first, so that they take the same step.
     int step(nb::tuple sequences, nb::bytes frame) {
-        if (blocks_.empty()) throw std::invalid_argument("call allocate() before step()");
+        if (cache_->blocks_.empty()) throw std::invalid_argument("call allocate() before step()");
         try {
-            read_sequences(engine_, sequences, groups_, blocks_);
+            read_sequences(engine_, sequences, groups_, cache_->blocks_);
         } catch (...) {
             engine_.step = {};  // rows that were not computed must not be readable as logits
             throw;
@@ -318,8 +328,10 @@ class PyEngine {
     Engine engine_;
     Mesh* mesh_;
     std::vector<size_t> state_widths_;  // widths of the states that a draft layer reads
+    int runs_with_ = 0;  // Op::states_width of the operations that are recorded
     int groups_ = 0;
     std::vector<int64_t> blocks_;
+    const PyEngine* cache_ = this;  // the engine whose KV cache this one reads
 };
 
 nb::bytes gather(Mesh& mesh, Bytes piece, const std::vector<size_t>& sizes, bool root) {
@@ -407,6 +419,7 @@ NB_MODULE(_native, m) {
     nb::class_<Mesh>(m, "Mesh")
         .def(nb::init<int, std::vector<int>>(), nb::arg("rank"), nb::arg("fds"))
         .def_prop_ro("rank", &Mesh::rank)
+        .def("waits", &Mesh::waits)
         .def(
             "broadcast",
             [](Mesh& mesh, nb::bytes data) {
@@ -428,6 +441,8 @@ NB_MODULE(_native, m) {
         .def("share", [](PyEngine& e, PyEngine& target,
                          int number) { return e.engine_.share_matrix(target.engine_, number); })
         .def("states", &PyEngine::states)
+        .def("read_cache_of", &PyEngine::read_cache_of)
+        .def("runs_with", [](PyEngine& e, int width) { e.runs_with_ = width; })
         .def("captured", [](nb::handle self) { return nb::cast<PyEngine&>(self).captured(self); })
         .def("vector", &PyEngine::vector)
         .def("rope", &PyEngine::rope)

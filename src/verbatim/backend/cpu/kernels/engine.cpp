@@ -169,7 +169,8 @@ void Engine::add_group(int window, const std::vector<int>& layers, GroupKind kin
     }
 }
 void Engine::add_op(Op op) {
-    if (op.type == O_HEAD || op.type == O_SCATTER || op.logits) logits_buffer_ = op.dst;
+    if (op.type == O_HEAD || op.type == O_SCATTER || op.type == O_CLUSTERS || op.logits)
+        logits_buffer_ = op.dst;
     if (op.type == O_CAPTURE) captured_buffer_ = op.dst;
     if (op.type == O_NORM && op.outputs) hidden_buffer_ = op.dst;
     if (op.type == O_POSITIONS)
@@ -206,7 +207,8 @@ void Engine::finish() {
                      blocks_within_kv_head(buffers_[op.src]->width);
         buffers_[op.src]->keeps_floats |= op.type != O_LINEAR || !quant;
     }
-    if (logits_buffer_ < 0 || hidden_buffer_ < 0)
+    const bool samples = !mesh_ || mesh_->rank() == 0;  // another rank of a pipeline has no head
+    if (samples && (logits_buffer_ < 0 || hidden_buffer_ < 0))
         throw std::invalid_argument("the program has no head");
 }
 
@@ -234,7 +236,7 @@ void Engine::allocate(const std::vector<int64_t>& blocks) {
 // touches little memory.
 uint8_t* Engine::kv_slice(int layer, int64_t block, int kv) const {
     const Group& g = groups_[layer_group_[layer]];
-    return g.pages.data() +
+    return cache_->groups_[layer_group_[layer]].pages.data() +
            ((block * (int64_t)g.layers.size() + layer_slot_[layer]) * g.kv_heads + kv) *
                g.slice_bytes;
 }

@@ -80,7 +80,8 @@ enum OpType : int {
     O_STATES,
     O_GATHER,
     O_CAPTURE,
-    O_SCATTER
+    O_SCATTER,
+    O_CLUSTERS
 };
 
 struct Op {
@@ -89,7 +90,8 @@ struct Op {
     // O_HEADS: buffers of k and v. O_MOE: `keys` holds the router's input, where it has its own.
     int keys = -1, values = -1;
     int norm = -1, norm_bias = -1;  // vectors; -1: no norm before the operation
-    int mat[3] = {-1, -1, -1};      // q, k, v | weight | gate, up
+    // q, k, v (q -1: keys and values only; k and v -1: queries only) | weight | gate, up
+    int mat[3] = {-1, -1, -1};
     int bias[3] = {-1, -1, -1};
     int lora[3] = {-1, -1, -1};  // per matrix: what add_lora() returned; -1: no adapter has it
     bool add = false;  // dst += result (residual connection)
@@ -106,6 +108,7 @@ struct Op {
     int used = 0;                       // experts per row
     bool renormalise = true, sigmoid = false;
     int choice_bias = -1;        // vector, added to the scores for the choice of experts only
+    int groups = 1, groups_used = 1;  // experts are chosen in the best groups of adjacent ones
     float experts_scale = 1.0f;  // multiplies the weights of the experts
     int expert_scales = -1;      // vector: the same, expert by expert
     bool outputs = false;   // O_NORM: only the rows in Step::outputs
@@ -133,8 +136,11 @@ struct Op {
     std::vector<int> widths;
     bool picks = false, logits = false;
     // O_SCATTER: column i of src goes to column `ids`[i] of dst; other columns become NO_LOGIT.
-    int states_width = 0;  // not 0: the operation runs only with Step::states of this width
-    int ids = -1;          // a vector of whole numbers
+    // O_CLUSTERS: the logits of the rows of `mat` in the `used` clusters whose scores in the buffer
+    // `keys` are highest; row i is of token `ids`[i].
+    // Not 0: the operation runs only with Step::states of this width; -1: only without states.
+    int states_width = 0;
+    int ids = -1;  // a vector of whole numbers
 };
 
 struct Shape {
@@ -173,10 +179,11 @@ struct Sequence {
     // The row at position p sees the keys before visible_end(p).
     int64_t visible_end(int64_t p) const {
         if (block == 1 || p < causal) return p + 1;
+        if (!block) return p;
         return std::min((p / block + 1) * block, start + rows);
     }
     std::vector<std::vector<int32_t>> blocks;  // block table per cache group
-    int64_t block = 1;                         // attention block (SeqStep.block); 1: causal
+    int64_t block = 1;                         // attention block (SeqStep.block); 1: causal, 0: no own key
     int64_t causal = 0;                        // rows before this position see no later one
 };
 
@@ -216,6 +223,7 @@ class Engine : ThreadPool::Job {
     int add_matrix(const std::string& type, const uint8_t* data, int64_t bytes, int64_t rows,
                    int64_t k, int group);
     int share_matrix(const Engine& target, int number);  // without a copy
+    void read_cache_of(const Engine& target) { cache_ = &target; }  // in place of an own KV cache
     int add_vector(const float* data, int64_t n);
     int add_rope(const double* inv_freq, int half, double factor);
     int add_buffer(int width);
@@ -340,6 +348,8 @@ class Engine : ThreadPool::Job {
     void states(const Op& op, WorkItems& items);
     void capture(const Op& op, WorkItems& items);
     void scatter(const Op& op, WorkItems& items);
+    void clusters(const Op& op, WorkItems& items);
+    void chunk_maxes_of(int row, const float* logits);
     int moe_up_items(const Op& op) const;
     int moe_down_items(const Op& op) const;
     void moe_plan(const Op& op);
@@ -373,6 +383,7 @@ class Engine : ThreadPool::Job {
     std::vector<Rope> ropes_;
     std::vector<std::unique_ptr<Buffer>> buffers_;
     std::vector<Group> groups_;
+    const Engine* cache_ = this;  // the engine whose pages hold the keys and values
     std::vector<int> layer_group_, layer_slot_;  // of attention layers
     int conv_group_ = -1, state_group_ = -1;
     std::vector<Op> ops_;

@@ -2,6 +2,7 @@
 // threads claim. Which thread computes an item does not change its bits.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "e4m3.h"
 #include "engine.h"
@@ -40,7 +41,7 @@ Engine::Input Engine::input(const Op& op) const {
     if (op.type == O_HEAD)
         return {(int)step.logits.size(), shape.hidden, step.logits.data(), quant};
     const bool own = op.type == O_LINEAR || op.type == O_QKV;
-    int width = own ? matrices_[op.mat[0]]->p.k : shape.hidden;
+    int width = own ? matrices_[op.mat[op.mat[0] < 0]]->p.k : shape.hidden;
     return {(int)step.tokens.size(), width, nullptr, quant};
 }
 
@@ -97,15 +98,16 @@ Engine::ProductInput Engine::product_input(const Op& op, int thread) {
     return {w.qr, op.norm >= 0 ? (const float*)w.norm.data() : x, nullptr};
 }
 
+// A rank of a pipeline without the embedding has no matrix, and needs the angles.
 void Engine::embed(const Op& op, WorkItems& items) {
-    const Packed& w = matrices_[op.mat[0]]->p;
-    int n = shape.hidden;
+    const Packed* w = op.mat[0] < 0 ? nullptr : &matrices_[op.mat[0]]->p;
+    const int n = w ? w->k : shape.hidden;
     float* x = (float*)buffers_[op.dst]->f.data();
     for (int r; (r = items.next()) >= 0;) {
         float* y = x + (int64_t)r * n;
         const int row = step.tokens[r] - op.offset;
-        if (row >= 0 && row < w.n) {
-            unpack_row(w, row, kernels.byte_bias, y);
+        if (w && row >= 0 && row < w->n) {
+            unpack_row(*w, row, kernels.byte_bias, y);
             if (op.scale != 1.0f)
                 for (int i = 0; i < n; i++) y[i] *= op.scale;
         }
@@ -140,9 +142,43 @@ void Engine::scatter(const Op& op, WorkItems& items) {
         float* to = (float*)buffers_[op.dst]->f.data() + (int64_t)r * shape.vocab;
         std::fill(to, to + shape.vocab, NO_LOGIT);
         for (size_t i = 0; i < ids.size(); i++) to[(int64_t)ids[i]] = from[i];
-        for (int64_t c = 0; c < chunks(); c++)
-            ((float*)chunk_maxes_.data())[r * chunks() + c] = kernels.max_or_nan(
-                to + c * vb::CHUNK, (int)std::min<int64_t>(vb::CHUNK, shape.vocab - c * vb::CHUNK));
+        chunk_maxes_of(r, to);
+    }
+}
+
+void Engine::chunk_maxes_of(int row, const float* logits) {
+    for (int64_t c = 0; c < chunks(); c++)
+        ((float*)chunk_maxes_.data())[row * chunks() + c] = kernels.max_or_nan(
+            logits + c * vb::CHUNK, (int)std::min<int64_t>(vb::CHUNK, shape.vocab - c * vb::CHUNK));
+}
+
+// A work item is one row of logits. Each cluster starts a new panel; ties of scores go to the lower
+// index.
+void Engine::clusters(const Op& op, WorkItems& items) {
+    const Packed& w = matrices_[op.mat[0]]->p;
+    const std::vector<float>& ids = vectors_[op.ids];
+    const int count = buffers_[op.keys]->width, size = w.n / count, per = w.panels / count;
+    Worker& own = *workers_[items.thread];
+    float* tile = (float*)own.tile.data();
+    std::vector<int> best(count);
+    for (int r; (r = items.next()) >= 0;) {
+        const float* x = (const float*)buffers_[op.src]->f.data() + (int64_t)step.logits[r] * w.k;
+        const float* scores = (const float*)buffers_[op.keys]->f.data() + step.logits[r] * count;
+        float* to = (float*)buffers_[op.dst]->f.data() + (int64_t)r * shape.vocab;
+        std::fill(to, to + shape.vocab, NO_LOGIT);
+        std::iota(best.begin(), best.end(), 0);
+        std::partial_sort(best.begin(), best.begin() + op.used, best.end(), [&](int a, int b) {
+            return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
+        });
+        if (KIND[w.kind].quantised) quantise_row(own.qr, 0, x, w.k);
+        for (int i = 0; i < op.used; i++)
+            for (int p = 0; p < per; p++) {
+                kernels.mm[w.kind](w, best[i] * per + p, 1, own.qr, x, nullptr, 1, tile, 16,
+                                   nullptr);
+                for (int c = 16 * p; c < std::min(16 * p + 16, size); c++)
+                    to[(int64_t)ids[(size_t)best[i] * size + c]] = tile[c - 16 * p];
+            }
+        chunk_maxes_of(r, to);
     }
 }
 
@@ -215,11 +251,11 @@ void Engine::qkv_head(const Op& op, int part, int head, int row0, int rows, floa
 }
 
 void Engine::qkv(const Op& op, WorkItems& items) {
-    int rows = (int)step.tokens.size(), n = matrices_[op.mat[0]]->p.k;
+    int rows = (int)step.tokens.size(), n = input(op).width;
     ProductInput in = product_input(op, items.thread);
     float* tile = (float*)workers_[items.thread]->tile.data();
     const int kv_heads = group_of(op).kv_heads, vdim = group_of(op).vdim;
-    int heads[3] = {shape.heads, kv_heads, kv_heads}, per = vdim / 16;
+    int heads[3] = {op.mat[0] < 0 ? 0 : shape.heads, kv_heads, kv_heads}, per = vdim / 16;
     auto locate = [&](int u, int& part, int& head) {
         part = u < heads[0] ? 0 : u < heads[0] + heads[1] ? 1 : 2;
         head = u - (part > 0 ? heads[0] : 0) - (part > 1 ? heads[1] : 0);
@@ -285,7 +321,7 @@ int Engine::part_items(const Op& op) const {
 }
 int Engine::product_items(const Op& op) const {
     if (op.type == O_QKV)  // without keys and values: the layer reads those of another
-        return shape.heads + (op.mat[1] < 0 ? 0 : 2 * group_of(op).kv_heads);
+        return (op.mat[0] < 0 ? 0 : shape.heads) + (op.mat[1] < 0 ? 0 : 2 * group_of(op).kv_heads);
     int items = 0;
     for (int part = 0; part < op.parts; part++) items += part_items((&op)[part]);
     return items;
@@ -303,7 +339,9 @@ const uint8_t* Engine::next_product_weights(const Op& op, int thread) const {
     int item = pool_.first_item(thread, product_items(n));
     if (item < 0) return nullptr;
     if (n.type == O_QKV)
-        return item < shape.heads ? panel(n.mat[0], item * (group_of(n).vdim / 16)) : nullptr;
+        return n.mat[0] >= 0 && item < shape.heads
+                   ? panel(n.mat[0], item * (group_of(n).vdim / 16))
+                   : nullptr;
     if (n.type == O_GATEUP) return panel(n.mat[1], item * gateup_panels(n));
     const Op& part = part_of(n, item);
     return panel(part.mat[0], item * linear_panels(part));
@@ -503,7 +541,9 @@ void Engine::plan_phases() {
     const int rows = (int)step.tokens.size();
     for (int i = 0; i < (int)ops_.size(); i++) {
         const Op& op = ops_[i];
-        if (op.states_width && op.states_width * (size_t)rows != step.states.size()) continue;
+        if (op.states_width < 0 ? !step.states.empty()
+                                : op.states_width && op.states_width * (size_t)rows != step.states.size())
+            continue;
         switch (op.type) {
             case O_EMBED:
             case O_POSITIONS:
@@ -527,7 +567,8 @@ void Engine::plan_phases() {
             case O_CAPTURE:
                 if (step.captures) add(i, S_WORK, (int)step.outputs.size());
                 break;
-            case O_SCATTER: add(i, S_WORK, (int)step.logits.size()); break;
+            case O_SCATTER:
+            case O_CLUSTERS: add(i, S_WORK, (int)step.logits.size()); break;
             case O_ATTEND: add(i, S_WORK, (int)attend_items_[layer_group_[op.layer]].size()); break;
             case O_QKV:
             case O_LINEAR:
@@ -596,6 +637,7 @@ void Engine::phase(int number, WorkItems& items) {
         case O_GATHER: return gather(op, items);
         case O_CAPTURE: return capture(op, items);
         case O_SCATTER: return scatter(op, items);
+        case O_CLUSTERS: return clusters(op, items);
         case O_CONV:
         case O_MOE: return;
     }

@@ -346,8 +346,9 @@ def attend(
     if ENDS:
         ends += tl.load(first_row + tile)
         position = tl.load(ends + row, mask=used, other=1) - 1
-        last = tl.load(ends + tl.load(count + tile) - 1) - 1
-        first = tl.load(ends) - 1
+        rows = tl.load(count + tile)  # 0: a tile that pads a graph, which sees no position
+        last = tl.where(rows > 0, tl.load(ends + tl.maximum(rows, 1) - 1), 0) - 1
+        first = tl.where(rows > 0, tl.load(ends) - 1, 0)
     row = (tl.load(first_row + tile) + row).to(tl.int64)
     heads = HEADS * SHARED
     query_head = head * SHARED + shared

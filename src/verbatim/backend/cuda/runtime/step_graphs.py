@@ -45,8 +45,7 @@ class StepGraphs:
         self._of_shapes: dict[StepShape, StepGraph[PaddedInputs]] = {}
         self._seen_shapes: set[StepShape] = set()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        # The graphs' attention is causal.
-        self._use_graphs = graphs and device.type == "cuda" and spec.diffusion is None
+        self._use_graphs = graphs and device.type == "cuda"
 
     def forward(
         self, compute: Forward, plan: StepPlan, tokens: torch.Tensor | None = None
@@ -55,7 +54,9 @@ class StepGraphs:
 
         `compute` launches each kernel of a step. `tokens` [rows] replaces the plan's tokens, if
         only the device has them."""
-        all_logits = all(len(s.targets) + s.draws >= len(s.tokens) for s in plan.sequences)
+        all_logits = all(
+            len(s.targets) + s.draws >= len(s.tokens) and s.block == 1 for s in plan.sequences
+        )
         use_graphs = self._use_graphs and all(s.adapter < 0 for s in plan.sequences)
         if use_graphs and all_logits and plan.rows <= MAX_GRAPH_ROWS:
             return self._replay(compute, plan.sequences, tokens)

@@ -47,6 +47,9 @@ class StepShape(NamedTuple):
     tiles: int  # prefill tiles
     spans: int
     all_rows: bool = False  # every row's final state is an output; `outputs` are those with logits
+    # Rows see later ones of their block, so there are ends; only then decode tiles may be absent.
+    ends: bool = False
+    decode: bool = True
 
 
 def cut_tiles(batch: Batch, spec: ModelSpec, device: torch.device) -> dict[int, TileArrays]:
@@ -115,11 +118,11 @@ def to_device(batch: Batch, spec: ModelSpec, device: torch.device) -> DeviceStep
         arrays += [table[tiles.owner] for table in batch.tables]
     if spec.recurrent:
         arrays += step_arrays(spec, batch)
-    causal = bool((batch.ends == batch.positions + 1).all())
+    later = sees_later(batch)
     tokens, positions, outputs, logits, *rest = _send(
-        arrays if causal else [*arrays, batch.ends], device
+        [*arrays, batch.ends] if later else arrays, device
     )
-    ends = None if causal else rest.pop()
+    ends = rest.pop() if later else None
     groups = len(batch.tables)
     slots, rest = tuple(rest[:groups]), rest[groups:]
     tilings: list[list[QueryTiles]] = [[] for _ in range(groups)]
@@ -145,6 +148,11 @@ def to_device(batch: Batch, spec: ModelSpec, device: torch.device) -> DeviceStep
     )
 
 
+def sees_later(batch: Batch) -> bool:
+    """Whether a row's attention is not causal."""
+    return not bool((batch.ends == batch.positions + 1).all())
+
+
 def _send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Copy several int32 arrays to the device in one transfer."""
     sizes = [aligned(a.size) for a in arrays]
@@ -163,9 +171,10 @@ def padded_shape(batch: Batch, cuts: dict[int, TileArrays], spec: ModelSpec) -> 
     graph.
 
     Rows are rounded up by an eighth at most."""
+    if spec.diffusion is not None and sees_later(batch):
+        return _block_shape(batch, cuts)
     sequences = len(batch.first) - 1 if spec.recurrent else 0
-    step = max(MIN_ROWS, 1 << max(0, batch.rows.bit_length() - 4))
-    rows = -(-batch.rows // step) * step
+    rows = _padded_rows(batch.rows)
     if rows > MAX_ROWS:
         return None
     few = len(cuts[kernels.DECODE_LINES].rows) if kernels.DECODE_LINES in cuts else 0
@@ -179,10 +188,38 @@ def padded_shape(batch: Batch, cuts: dict[int, TileArrays], spec: ModelSpec) -> 
     tiles = aligned(-(-rows // tile_rows(others[0], spec)) + MORE_TILES)
     if len(cuts[others[0]].rows) > tiles:
         return None
+    return StepShape(rows, outputs, tiles, _spans(batch), all_rows)
+
+
+def _padded_rows(rows: int) -> int:
+    step = max(MIN_ROWS, 1 << max(0, rows.bit_length() - 4))
+    return -(-rows // step) * step
+
+
+def _spans(batch: Batch) -> int:
     spans = 2  # times a power of four: few shapes, so few graphs are captured
     while spans < kernels.span_count(int(batch.positions.max()) + 1):
         spans *= 4
-    return StepShape(rows, outputs, tiles, spans, all_rows)
+    return spans
+
+
+def _block_shape(batch: Batch, cuts: dict[int, TileArrays]) -> StepShape | None:
+    """The shape of a step with blocks of a diffusion model: mostly few rows, most with logits.
+    Small sizes are rounded up to powers of two."""
+    counts = {lines: len(tiles.rows) for lines, tiles in cuts.items()}
+    few, many = counts.pop(kernels.DECODE_LINES, 0), [*counts.values()]
+    if not len(batch.logits) == len(batch.outputs) > 0 or len(many) > 1:
+        return None
+    rows = _power(batch.rows) if batch.rows <= MIN_ROWS else _padded_rows(batch.rows)
+    tiles = _power(max(many)) if many else 0
+    outputs = max(OUTPUTS[0], _power(max(few, len(batch.outputs))))
+    if rows > MAX_ROWS or outputs > MAX_OUTPUTS:
+        return None
+    return StepShape(rows, outputs, tiles, _spans(batch), ends=True, decode=few > 0)
+
+
+def _power(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 class PaddedInputs:
@@ -199,19 +236,20 @@ class PaddedInputs:
         self.shape, self.padding, self._spec, self._device = shape, padding, spec, device
         self._width = shape.spans * kernels.SPAN // BLOCK_SIZE
         groups = len(padding)
-        prompt_lines = tile_lines(spec, shape.rows, device)
-        self._lines = {kernels.DECODE_LINES: shape.outputs, prompt_lines: shape.tiles}
+        prompt_lines = tile_lines(spec, max(shape.rows, kernels.DECODE_LINES + 1), device)
+        self._lines = {kernels.DECODE_LINES: shape.outputs} if shape.decode else {}
+        self._lines |= {prompt_lines: shape.tiles} if shape.tiles else {}
         # tokens, positions, outputs, slots per group; per kind of tile first rows, counts, first
         # positions and a table per group
         sizes = [shape.rows, shape.rows, shape.outputs, *[shape.rows] * groups]
         self._recurrent = RecurrentInputs(spec, shape.rows, shape.outputs)
         for count in self._lines.values():
             sizes += [count, count, count, *[count * self._width] * groups]
-        sizes = [self._recurrent.size, *sizes]
+        sizes = [self._recurrent.size, *sizes, shape.rows if shape.ends else 0]
         self._host = np.zeros(sum(sizes), np.int32)
         self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        host, *self._parts = np.split(self._host, np.cumsum(sizes)[:-1])
-        sent, tokens, positions, outputs, *rest = self._sent.split(sizes)
+        host, *self._parts, self._ends = np.split(self._host, np.cumsum(sizes)[:-1])
+        sent, tokens, positions, outputs, *rest, ends = self._sent.split(sizes)
         slots, rest = tuple(rest[:groups]), rest[groups:]
         tilings: list[list[QueryTiles]] = [[] for _ in range(groups)]
         for lines, count in self._lines.items():
@@ -220,7 +258,12 @@ class PaddedInputs:
             rows = tile_rows(lines, spec)
             for tiling, table in zip(tilings, tables, strict=True):
                 of_tile = table.view(count, self._width)
-                tiling.append(QueryTiles(of_tile, first, counts, first_positions, lines, rows))
+                tiling.append(
+                    QueryTiles(
+                        of_tile, first, counts, first_positions, lines, rows,
+                        ends if shape.ends else None,
+                    )
+                )  # fmt: skip
         self.step = DeviceStep(
             tokens,
             positions,
@@ -244,6 +287,7 @@ class PaddedInputs:
             n = batch.rows
             tokens[:n], positions[:n] = batch.tokens, batch.positions
             outputs[: len(batch.logits)] = batch.outputs[batch.logits]
+            self._ends[:n] = batch.ends[: len(self._ends)]
             for slots, table in zip(rest[:groups], batch.tables, strict=True):
                 slots[:n] = slots_of(batch, table)
             self._fill_tiles(batch, cuts, rest[groups:])

@@ -108,7 +108,7 @@ class GpuSampler:
     def supports(self, spec: DrawSpec) -> bool:
         """Whether the device samples the rows of this spec, except for undecided ones, and can
         sample the next row before the host knows the token."""
-        return not spec.masks and self._plan(spec) is not None
+        return not spec.masks and spec.step < 0 and self._plan(spec) is not None
 
     def launch(
         self,
@@ -174,16 +174,21 @@ class GpuSampler:
         if any(table.list_k):
             self._draw_from_list(x, row_max, row_params, shapes, table, out)
         report, tops = None, table.logprobs
-        if max(tops) >= 0:
-            report = self._report(logits, row_max if x is logits else logits.amax(1), tops, out)
+        temperatures = table.shapes[:, 0] if table.certain else None
+        if table.certain:
+            report = self._report(logits, x, row_max, tops, out, shapes)
+        elif max(tops) >= 0:
+            report = self._report(
+                logits, logits, row_max if x is logits else logits.amax(1), tops, out
+            )
         if self.device.type != "cuda":
-            return PendingTokens(out, out, None, report, tops)
+            return PendingTokens(out, out, None, report, tops, temperatures)
         on_host = to_pinned(out)
         if report is not None:
             report = report._replace(buffer=to_pinned(report.buffer))
         arrived = torch.cuda.Event()
         arrived.record()
-        return PendingTokens(out, on_host, arrived, report, tops)
+        return PendingTokens(out, on_host, arrived, report, tops, temperatures)
 
     def _send(self, table: RowTable, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The `row_params` table [COLUMNS, rows] int32 and the `shapes` [rows, SHAPES] float64 of
@@ -222,13 +227,14 @@ class GpuSampler:
             logits = self._add_bias(logits, table.bias)
         where = np.full((2, rows), -1, np.int32)  # the mask and the slot of each row
         given: list[np.ndarray] = []
+        places: dict[int, int] = {}  # of a mask, by its id: rows of a block share one
         if table.masked or masks is not None:
             columns = zip(specs, positions, plans, masks or [None] * rows, strict=True)
             for row, (spec, position, plan, grammar) in enumerate(columns):
                 mask = None if plan is None else self._mask(spec, position, plan, grammar)
                 if mask is not None:
-                    where[0, row] = len(given)
-                    given.append(mask)
+                    where[0, row] = places.setdefault(id(mask), len(given))
+                    given += [mask] if where[0, row] == len(given) else []
         if not given and not table.penalised:
             return logits
         if table.penalised:
@@ -408,23 +414,30 @@ class GpuSampler:
         return BestIds(ids, values, used, tau, wanted, masses, size)
 
     def _report(
-        self, logits: torch.Tensor, row_max: torch.Tensor, tops: Sequence[int], tokens: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        x: torch.Tensor,
+        row_max: torch.Tensor,
+        tops: Sequence[int],
+        tokens: torch.Tensor,
+        shapes: torch.Tensor | None = None,
     ) -> Report:
-        """Best ids, their logits and scores of the model's own distribution, see report_list."""
+        """Best ids of x, their logits and scores, see report_list. x: the logits, or those that
+        bans leave. `shapes`: the masses are those at the rows' temperatures."""
         count, chunks = len(tops), triton.cdiv(self.vocab, CHUNK)
         if self._listed[0] is not tops:
             list_k = [max(1, top) if top >= 0 else 0 for top in tops]
             ones = torch.ones(SHAPES * count, dtype=torch.float64, device=self.device)
             self._listed = (tops, list_k, ones)
-        _, list_k, shapes = self._listed
-        best = self._best_ids(logits, row_max, shapes, list_k, True)
+        _, list_k, ones = self._listed
+        best = self._best_ids(x, row_max, ones if shapes is None else shapes, list_k, True)
         report = Report.empty(count, max(list_k), best.size, self.device)
         launch(
             jit_list.report_list,
             (count, 1, 1),
             (
-                best.ids, best.values, best.used, logits, row_max, tokens, best.list_k, best.mass,
-                *report.parts(count), self.vocab, chunks, report.top,
+                best.ids, best.values, best.used, logits, row_max.float(), tokens, best.list_k,
+                best.mass, *report.parts(count), self.vocab, chunks, report.top,
             ),
             (best.size, min(64, best.size), triton.next_power_of_2(chunks)),
             warps=8 if best.size > 64 else 4,

@@ -20,6 +20,12 @@ LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # float32's; a remo
 # docs/numerics.md bounds the error of the noise; gpu_sampler.py uses the bound.
 
 
+@triton.jit
+def row_word(row_params, line: tl.constexpr, row, used, ROWS):
+    """One line of `row_params`, [rows, 1] int32."""
+    return tl.load(row_params + line * ROWS + row, mask=used, other=0)[:, None]
+
+
 @triton.jit(do_not_specialize=["ROWS"])
 def chunk_top2(
     logits, row_max, row_params, bests, seconds, ids, ROWS, VOCAB, CHUNKS,
@@ -29,8 +35,9 @@ def chunk_top2(
     of all other ids. A row whose maximum is NaN is not drawn.
 
     A key is the logit, or (logit - row_max) * scale + noise if the row has a temperature.
-    `row_params` is [5, rows] int32: the two halves of the noise key, the position, scale and slack
-    (float32 bits; a slack below 0 means argmax). Triton's launcher owns the name `params`."""
+    `row_params` is [7, rows] int32: the two halves of the noise key, the position, scale and slack
+    (float32 bits; a slack below 0 means argmax), top_k, and the denoising step of a diffusion
+    block. Triton's launcher owns the name `params`."""
     row, chunk = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1)
     used = row < ROWS
     top = tl.load(row_max + row, mask=used, other=float("nan"))
@@ -43,20 +50,13 @@ def chunk_top2(
         )
         raw = key.to(tl.float32)
         if NOISE:
-            k0 = tl.load(row_params + row, mask=used, other=0).to(tl.uint32, bitcast=True)[:, None]
-            k1 = tl.load(row_params + ROWS + row, mask=used, other=0).to(tl.uint32, bitcast=True)[
-                :, None
-            ]
-            position = tl.load(row_params + 2 * ROWS + row, mask=used, other=0).to(
-                tl.uint32, bitcast=True
-            )[:, None]
-            scale = tl.load(row_params + 3 * ROWS + row, mask=used, other=0).to(
-                tl.float32, bitcast=True
-            )[:, None]
-            slack = tl.load(row_params + 4 * ROWS + row, mask=used, other=0).to(
-                tl.float32, bitcast=True
-            )[:, None]
-            noise = gumbel_noise(chunk * (BV // 2), position, k0, k1, BV)
+            k0 = row_word(row_params, 0, row, used, ROWS).to(tl.uint32, bitcast=True)
+            k1 = row_word(row_params, 1, row, used, ROWS).to(tl.uint32, bitcast=True)
+            position = row_word(row_params, 2, row, used, ROWS).to(tl.uint32, bitcast=True)
+            step = row_word(row_params, 6, row, used, ROWS).to(tl.uint32, bitcast=True)
+            scale = row_word(row_params, 3, row, used, ROWS).to(tl.float32, bitcast=True)
+            slack = row_word(row_params, 4, row, used, ROWS).to(tl.float32, bitcast=True)
+            noise = gumbel_noise(chunk * (BV // 2), position, step, k0, k1, BV)
             # float64 logits are subtracted before they are rounded
             key = tl.where(slack < 0.0, raw, (key - top[:, None]).to(tl.float32) * scale + noise)
         else:
@@ -115,6 +115,7 @@ def resolve_ties(
         k0 = tl.load(row_params + row).to(tl.uint32, bitcast=True)
         k1 = tl.load(row_params + ROWS + row).to(tl.uint32, bitcast=True)
         position = tl.load(row_params + 2 * ROWS + row).to(tl.uint32, bitcast=True)
+        step = tl.load(row_params + 6 * ROWS + row).to(tl.uint32, bitcast=True)
         temperature = tl.load(shapes + SHAPES * row)
         best = tl.full((), float("-inf"), tl.float64)
         token = tl.full((), -1, tl.int32)
@@ -124,7 +125,7 @@ def resolve_ties(
                 value = tl.load(
                     x + row.to(tl.int64) * VOCAB + id, mask=id < VOCAB, other=float("-inf")
                 ).to(tl.float64)
-                key = (value - top) / temperature + gumbel64(id, position, k0, k1)
+                key = (value - top) / temperature + gumbel64(id, position, step, k0, k1)
                 peak = tl.max(key, 0)
                 first = tl.min(tl.where(key == peak, id, VOCAB), 0)
                 better = peak > best  # equal keys: the lower id, in an earlier chunk, stays

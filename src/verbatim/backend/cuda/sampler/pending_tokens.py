@@ -45,6 +45,7 @@ class PendingTokens(NamedTuple):
     arrived: torch.cuda.Event | None
     report: Report | None = None  # on the host
     tops: Sequence[int] = ()  # alternatives to report per row, -1: no log-probabilities
+    temperatures: np.ndarray | None = None  # of a denoising step: the report is its confidence
 
     def wait(self) -> list[int]:
         """The token ids; -1 where the host must sample."""
@@ -67,6 +68,9 @@ class PendingTokens(NamedTuple):
             norms = log(np.maximum(scores[:, 0], 1).astype(np.float64) / MASS_ONE)
             words = np.ascontiguousarray(scores[:, 2:].astype(np.int32)).view(np.float32)
             own, peak = words[:, 0].astype(np.float64), words[:, 1].astype(np.float64)
+            if self.temperatures is not None:
+                sure = (((own - peak) / self.temperatures) - norms).tolist()
+                return [Drawn(t, 0.0, confidence=c) for t, c in zip(tokens, sure, strict=True)]
             logprobs = ((own - peak) - norms).tolist()
             listed = ((values.astype(np.float64) - peak[:, None]) - norms[:, None]).tolist()
         columns = zip(tokens, self.tops, logprobs, ids.tolist(), listed, strict=True)

@@ -45,8 +45,9 @@ class RowDraws:
         self, logits: torch.Tensor, rows: Sequence[Row], seq_ids: Sequence[int]
     ) -> list[Drawn]:
         """Sample on the device. Copy the logits of undecided rows only; the host samples those."""
-        if any(row.spec.step >= 0 for row in rows):  # no kernel has the confidence
-            return self._on_host(logits, rows)
+        denoised = [row.spec.step >= 0 for row in rows]
+        if any(denoised) and not all(denoised):  # the device reports other facts of them
+            return self._draw_apart(logits, rows, seq_ids, denoised)
         drawn = self.gpu(logits, rows, seq_ids)
         left = [i for i, one in enumerate(drawn) if one is None]
         if left:
@@ -56,6 +57,21 @@ class RowDraws:
             for i, one in zip(left, on_host, strict=True):
                 drawn[i] = one
         return [one for one in drawn if one is not None]
+
+    def _draw_apart(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[Row],
+        seq_ids: Sequence[int],
+        denoised: Sequence[bool],
+    ) -> list[Drawn]:
+        found: dict[int, Drawn] = {}
+        for kind in (False, True):
+            at = [i for i, one in enumerate(denoised) if one is kind]
+            some = logits[torch.tensor(at, device=self._device)]
+            drawn = self.draw(some, [rows[i] for i in at], [seq_ids[i] for i in at])
+            found.update(zip(at, drawn, strict=True))
+        return [found[i] for i in range(len(rows))]
 
     def _on_host(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
         if len(rows) > HOST_ROWS:

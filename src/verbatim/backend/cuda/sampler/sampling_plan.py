@@ -20,7 +20,7 @@ SLACK = 2.0**-12  # six times the bound of the float32 error (docs/numerics.md, 
 MIN_TEMPERATURE = 2.0**-100  # below it the scale 1 / temperature could leave float32's range
 MAX_TOP_K = 512
 MAX_LOGPROBS = 32  # alternatives that the device reports
-COLUMNS = 6  # int32 values per row, see jit_sampling.chunk_top2 and jit_list.draw_from_list
+COLUMNS = 7  # int32 values per row, see jit_sampling.chunk_top2 and jit_list.draw_from_list
 POSITIONS = 2  # the column of the rows' positions
 NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, frequency, presence
 # Filters without a kernel, with the default that leaves them off: the host samples rows with one.
@@ -55,6 +55,8 @@ class RowPlan(NamedTuple):
     penalties: tuple[float, float, float] | None = None  # repetition, frequency, presence
     bans: bool = False  # allowed_token_ids or banned_token_ids
     logprobs: int = -1  # alternatives to report; -1: no log-probability
+    # A denoising step: report the confidence, in the distribution that is drawn from.
+    certain: bool = False
 
 
 HOST = RowPlan(slack=np.inf)  # an infinite slack: the device never decides
@@ -62,6 +64,23 @@ HOST = RowPlan(slack=np.inf)  # an infinite slack: the device never decides
 
 def row_plan(p: SamplingParams) -> RowPlan | None:
     """How the device samples with these parameters; None: the host samples."""
+    plan = _row_plan(p)
+    if p.remasking is None or plan is None:
+        return plan
+    # The report has the confidence of what is drawn from logits and bans alone.
+    if (
+        plan.open
+        or plan.top_k > 1
+        or plan.biased
+        or plan.penalties
+        or plan.logprobs >= 0
+        or p.remasking == "entropy_bounded"
+    ):
+        return None
+    return plan._replace(certain=True, logprobs=0)
+
+
+def _row_plan(p: SamplingParams) -> RowPlan | None:
     if (
         p.explain
         or p.dry_multiplier
@@ -131,6 +150,7 @@ class RowTable(NamedTuple):
     list_k: Sequence[int]
     sigma: bool  # a row with a list filters by sigma
     logprobs: Sequence[int]  # alternatives to report per row; -1: none
+    certain: bool  # all rows are of denoising steps
 
 
 def row_table(specs: Sequence[DrawSpec], plans: Sequence[RowPlan | None]) -> RowTable:
@@ -141,6 +161,7 @@ def row_table(specs: Sequence[DrawSpec], plans: Sequence[RowPlan | None]) -> Row
         np.array([(plan.scale, plan.slack) for plan in some], np.float32).view(np.int32).T
     )
     columns[5] = [plan.top_k for plan in some]
+    columns[6] = [max(spec.step, 0) for spec in specs]
     return RowTable(
         specs,
         plans,
@@ -156,6 +177,7 @@ def row_table(specs: Sequence[DrawSpec], plans: Sequence[RowPlan | None]) -> Row
         list_k=[plan.list_k for plan in some],
         sigma=any(plan.list_k and plan.shape.top_n_sigma for plan in some),
         logprobs=[plan.logprobs for plan in some],
+        certain=any(plan.certain for plan in some),
     )
 
 

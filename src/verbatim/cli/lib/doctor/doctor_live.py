@@ -68,7 +68,8 @@ def _theta(flags: dict[str, object], model: Model, stated: Reading, as_json: boo
     """The file's rope_theta against others. The model is opened once per theta."""
     if not any(layer.rope for layer in model.spec.layers):
         return []
-    settings, others = {**engine_of(flags), "tensor_parallel": 1}, {}
+    alone = {"tensor_parallel": 1, "pipeline_parallel": 1, "rank_address": None}
+    settings, others = {**engine_of(flags), **alone}, {}
     progress = Progress(quiet=as_json)
     for factor in THETAS:
         progress(f"{factor:g} times rope_theta")

@@ -42,6 +42,7 @@ class Gguf:
     architecture: str
     keys: Table = field(default_factory=lambda: GGUF_ROTARY)
     names: Names = GGUF_NAMES
+    other: Table = field(default_factory=dict)  # keys outside the architecture's namespace
     # Config values that the header implies beyond its renamed keys; see header.py.
     implied: Callable[[GgufFields], Values] = lambda h: {}
     # The model_type, where several have one architecture.

@@ -140,6 +140,21 @@ def pattern(period: int, what: str = "", *, zero: bool = True) -> Table:
 
 
 # Namespaces other than ARCH.* and their use. None of them changes logits.
+# A diffusion model with full attention: keys of the architecture, and of other namespaces.
+GGUF_FULL: Table = {
+    **GGUF_ROTARY,
+    "attention.causal": must_equal(False, note="every position sees all others"),
+}
+
+
+def gguf_masks(shift: bool) -> Table:
+    """`shift`: a row draws the next position."""
+    return {
+        "tokenizer.ggml.mask_token_id": renamed("mask_token_id"),
+        "diffusion.shift_logits": must_equal(shift, note="which position a row draws"),
+    }
+
+
 GENERAL_KEYS: Table = {
     "general.architecture": followed("chooses the family"),
     "general.alignment": followed("alignment of tensor data in bytes", 32),

@@ -32,6 +32,9 @@ def config_values(h: GgufFields, gguf: Gguf, defaults: Mapping[str, object]) -> 
             absent = key.zero_is_absent and not isinstance(value, bool) and value == 0
             values[key.config] = None if absent else value
             written[key.config] = h.prefix + name
+    for name, key in gguf.other.items():
+        if key.config and h.raw(name, None) is not None:
+            values[key.config], written[key.config] = h.raw(name), name
     values |= {"num_hidden_layers": h.layers, "vocab_size": h.vocab, **_tensor_values(h, gguf)}
     if "layer_types" in written:
         values["layer_types"] = _windows(h, gguf)

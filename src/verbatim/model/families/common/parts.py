@@ -288,3 +288,13 @@ def mask_token(c: Config) -> int:
     if mask >= vocab:
         raise c.fail("mask_token_id", f"the vocabulary has {vocab} tokens")
     return mask
+
+
+def masks(spec: ModelSpec) -> Record:
+    """The GGUF keys of a diffusion model with full attention."""
+    assert spec.diffusion is not None
+    return {
+        "attention.causal": False,
+        "tokenizer.ggml.mask_token_id": spec.diffusion.mask,
+        "diffusion.shift_logits": spec.diffusion.shift,
+    }

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, Field, create_model
 from pydantic.json_schema import SkipJsonSchema
 
 from verbatim.base.params import FIELDS
@@ -48,9 +48,7 @@ class Rule:
 
 
 class RequestBody(Strict):
-    """The body of a request. pydantic builds its validator with the first request of a route."""
-
-    model_config = ConfigDict(defer_build=True)
+    """The body of a request."""
 
 
 def honoured(help: str, *, required: bool = False, param: str = "") -> Any:

@@ -56,7 +56,7 @@ def type_of(name: str) -> Any:
             return JsonObject | bool
 
 
-class Strict(BaseModel):
+class Strict(BaseModel, defer_build=True):  # the validator is built with a route's first request
     model_config = ConfigDict(
         extra="forbid", strict=True, protected_namespaces=(), regex_engine="rust-regex"
     )

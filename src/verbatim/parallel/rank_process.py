@@ -1,8 +1,10 @@
-"""A rank other than 0: `python -m verbatim.parallel.rank RANK FD,FD,…`, started by group.py.
+"""A rank other than 0: the process `python -m verbatim.parallel.rank_process RANK FD,FD,…` that
+group.py starts, or `verbatim rank`, which joins a group by its address.
 
 Frames of rank 0 come in over the socket to it; the rank loads its part of a model, takes part in
 the steps, and answers where an answer is due. It ends when the socket closes, so it never outlives
-rank 0. In a step it talks to the other ranks through the native mesh alone.
+rank 0. In a step it talks to the other ranks through the native mesh alone. A rank that has joined
+opens the file that its own command line names, whatever rank 0 says.
 """
 
 from __future__ import annotations
@@ -13,14 +15,21 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from verbatim.backend.ranks import STEP, Mesh, Ranks, frame, native_mesh, read_plan
 from verbatim.base.config import EngineConfig
 from verbatim.base.json_io import JsonMapping
+from verbatim.formats.tensor import Tensor
+from verbatim.model.layer_split import LayerSplit
 from verbatim.model.row_split import Split
+from verbatim.model.spec import ModelSpec
+from verbatim.parallel.rendezvous import RefusedError, join, read_exactly, shared_secret
+from verbatim.schedule.sizing import available_memory
 
 if TYPE_CHECKING:
     from verbatim.backend.cpu.backend import CpuBackend
@@ -34,7 +43,7 @@ log = logging.getLogger("verbatim.parallel")
 
 def open_rank(model: Model, config: EngineConfig, mesh: Mesh, count: int) -> RankBackend:
     """The backend of one rank, with its part of the model."""
-    ranks = Ranks(Split(model.spec, count), mesh)
+    ranks = Ranks(split_of(model.spec, config, count), mesh)
     if config.backend == "cuda":
         from verbatim.backend.cuda.rank_backend import CudaRank
 
@@ -48,18 +57,25 @@ def open_rank(model: Model, config: EngineConfig, mesh: Mesh, count: int) -> Ran
     return backend
 
 
-def load_part(path: Path, config: EngineConfig, rank: int, ranks: int, gpu: bool) -> Model:
-    """The rank's rows of every weight; all rows with adapters, whose files may repeat weights."""
-    from verbatim.model.loading.load import Part, load_model
+def split_of(spec: ModelSpec, config: EngineConfig, ranks: int) -> Split | LayerSplit:
+    return (LayerSplit if config.pipeline_parallel > 1 else Split)(spec, ranks)
 
-    part = None if config.adapters or ranks == 1 else Part(rank, ranks)
-    return load_model(path, context=config.context, quant=config.quant, gpu=gpu, part=part)
+
+def load_part(path: Path, config: EngineConfig, rank: int, ranks: int, gpu: bool) -> Model:
+    """The rank's part of every weight; all of it with adapters, whose files may repeat weights."""
+    from verbatim.model.loading.load import load_model
+
+    def part(spec: ModelSpec) -> Callable[[str, Tensor], Tensor]:
+        return partial(split_of(spec, config, ranks).cut, rank=rank)
+
+    cut = None if config.adapters or ranks == 1 else part
+    return load_model(path, context=config.context, quant=config.quant, gpu=gpu, part=cut)
 
 
 def part_of(model: Model, ranks: Ranks) -> Model:
     """What the rank has of a model, which may have been loaded as its part."""
     split, rank = ranks.split, ranks.rank
-    tensors = {name: split.cut(name, tensor, rank) for name, tensor in model.weights.items()}
+    tensors = split.part(model.weights.tensors, rank)
     return replace(
         model,
         spec=split.local(rank),
@@ -77,28 +93,37 @@ class RankFacts(NamedTuple):
     kv_token_bytes: int
     expert_bytes: int
     block_bytes: tuple[int, ...]
+    memory: int = 0  # bytes that are free for the KV cache
+    identity: str = ""  # equal on all ranks: digest of the whole model, backend and numerics
     error: str = ""  # why it could not load its part
 
 
-def facts(backend: RankBackend) -> RankFacts:
-    info = backend.info
+def facts(backend: RankBackend, model: Model) -> RankFacts:
+    info, free = backend.info, backend.available_memory()
     sizes = (info.weight_bytes, info.kv_token_bytes, info.expert_bytes)
-    return RankFacts(info.threads, *sizes, backend.block_bytes())
+    identity = f"{model.weights.digest[:16]} {info.name} {info.numerics}"
+    memory = available_memory() if free is None else free
+    return RankFacts(info.threads, *sizes, backend.block_bytes(), memory, identity)
 
 
 class RankProcess:
     """The state of a rank: the backend of the model that is open."""
 
-    def __init__(self, rank: int, fds: list[int]) -> None:
+    def __init__(
+        self, rank: int, fds: list[int], path: str = "", threads: int | None = None
+    ) -> None:
+        """`path`: the model's, in place of what rank 0 says; then `threads` are, too."""
         self.rank, self._count, self._mesh = rank, len(fds), native_mesh(rank, fds)
+        self._path, self._threads = path, threads
         self._socket = socket.socket(fileno=os.dup(fds[0]))
         self._backend: RankBackend | None = None
 
     def run(self) -> None:
         """Do what rank 0 says until it closes its socket."""
-        with self._socket:
-            while header := self._read(8):
-                self._do(header[:4], self._read(int.from_bytes(header[4:], "little")))
+        with self._socket as end:
+            while end.recv(1, socket.MSG_PEEK):
+                header = read_exactly(end, 8)
+                self._do(header[:4], read_exactly(end, int.from_bytes(header[4:], "little")))
 
     def _do(self, kind: bytes, body: bytes) -> None:
         if kind == STEP:
@@ -111,6 +136,8 @@ class RankProcess:
             self._answer(self.backend.read_block(*json.loads(body)))
         elif kind == b"writ":
             self._write(body)
+        elif kind == b"nope":
+            raise RefusedError(f"rank 0 refuses this group: {body.decode()}")
         else:
             raise ValueError(f"a frame of the unknown kind {kind!r}")
 
@@ -125,15 +152,18 @@ class RankProcess:
     def _open(self, path: str, settings: JsonMapping) -> RankFacts:
         from verbatim.lora.adapter_load import with_adapters
 
-        config = EngineConfig(**settings)
+        path = self._path or path
         try:
+            config = EngineConfig(**settings)
+            if self._path:
+                config = replace(config, threads=self._threads)
             model = load_part(Path(path), config, self.rank, self._count, config.backend == "cuda")
             if config.adapters:
                 model = with_adapters(model, config.adapters)
             self.open(model, config)
         except Exception as error:  # rank 0 reports it
-            return RankFacts(0, 0, 0, 0, (), str(error))
-        return facts(self.backend)
+            return RankFacts(0, 0, 0, 0, (), error=str(error))
+        return facts(self.backend, model)
 
     def _write(self, body: bytes) -> None:
         """A block of a cache group: the sizes on all ranks, then the bytes of all ranks."""
@@ -145,15 +175,24 @@ class RankProcess:
     def _answer(self, body: bytes) -> None:
         self._socket.sendall(frame(b"done", body))
 
-    def _read(self, size: int) -> bytes:
-        """So many bytes; none if rank 0 has ended."""
-        data = bytearray()
-        while len(data) < size:
-            part = self._socket.recv(size - len(data))
-            if not part:
-                return b""
-            data += part
-        return bytes(data)
+
+def join_group(path: Path, address: str, threads: int | None) -> None:
+    """Be a rank of the group at the address until it ends."""
+    sockets = join(address, shared_secret())
+    rank = sockets.index(None)
+    log.info("rank %d of %d of %s", rank, len(sockets), address)
+    fds = [-1 if end is None else end.detach() for end in sockets]
+    run(RankProcess(rank, fds, str(path), threads))
+
+
+def run(process: RankProcess) -> int:
+    """The exit code."""
+    try:
+        process.run()
+    except (RuntimeError, ConnectionError) as error:  # the mesh: another rank has ended
+        log.info("ends: %s", error)
+        return 3
+    return 0
 
 
 def main(argv: list[str]) -> int:
@@ -163,13 +202,7 @@ def main(argv: list[str]) -> int:
         stream=sys.stderr,
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the user's Ctrl-C is for rank 0
-    process = RankProcess(int(argv[1]), [int(fd) for fd in argv[2].split(",")])
-    try:
-        process.run()
-    except (RuntimeError, ConnectionError) as error:  # the mesh: another rank has ended
-        log.info("ends: %s", error)
-        return 3
-    return 0
+    return run(RankProcess(int(argv[1]), [int(fd) for fd in argv[2].split(",")]))
 
 
 if __name__ == "__main__":
