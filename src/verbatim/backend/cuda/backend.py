@@ -116,6 +116,11 @@ class CudaBackend:
     def has_adapters(self) -> bool:
         return bool(self._adapters)
 
+    def compile_chains(self) -> bool:
+        """Of a draft layer: launch what the drafts of one sequence and of some launch, in a block
+        without an owner. False: this is none."""
+        return False
+
     # ---- execute a step
 
     def draft_layer(self, model: Model) -> DraftLayer | None:

@@ -21,7 +21,6 @@ from verbatim.backend.cuda.kernels.fp8 import scaled_product
 from verbatim.backend.cuda.kernels.fp8.scaled_product import ScaledWeight
 from verbatim.backend.cuda.kernels.matmul_tile import all_tiles
 from verbatim.backend.cuda.kernels.quant import BlockWeight
-from verbatim.backend.cuda.layer_backend import CudaDraftLayer
 from verbatim.backend.cuda.runtime.step_graph import GraphInputs
 from verbatim.backend.cuda.runtime.step_graphs import MIN_GRAPH_SPANS
 from verbatim.backend.cuda.runtime.step_inputs import OUTPUTS, PaddedInputs, StepShape, tile_lines
@@ -64,8 +63,7 @@ def compile_all(
     """Launch what a crowd of requests launches. `params`: samplers beside the common ones, such as
     the model's defaults. DeviceMemoryError: the memory does not suffice for all of it."""
     assert isinstance(backend, CudaBackend), "the caller asks no other one"
-    if isinstance(backend, CudaDraftLayer):
-        backend.compile()
+    if backend.compile_chains():
         return
     try:  # what needs the most memory comes last
         for plan in decode_steps(backend, [*SAMPLERS, *params], max_running):

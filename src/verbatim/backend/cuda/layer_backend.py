@@ -73,13 +73,13 @@ class CudaDraftLayer(CudaBackend):
         _, logits = forward(self.spec, ops, x, h, keep)
         return found[0], logits
 
-    def compile(self) -> None:
-        """Launch what the drafts of one sequence and of some launch, in blocks without an owner."""
+    def compile_chains(self) -> bool:
         draw, (padding,) = DrawSpec(SamplingParams(temperature=0), 0, 1), self.padding_blocks
         rows = torch.zeros((4, states_width(self.spec)), device=self.device).unbind(0)
         for counts in ((1,), (4,), (2, 2, 2, 2)):
             steps = [SeqStep(0, (0,) * n, 0, ((padding,),), 1, draw) for n in counts]
             self.start([step._replace(states=rows[: len(step.tokens)]) for step in steps], 2)()
+        return True
 
     def out_of_memory(self) -> DeviceMemoryError:
         self._chain_graphs.drop()

@@ -57,8 +57,10 @@ def size_cache(loaded: LoadedModel, config: EngineConfig) -> CachePlan:
 
 def compile_ahead(loaded: LoadedModel, config: EngineConfig) -> None:
     """Compile the GPU kernels of the model, and of what drafts for it, before the first request."""
-    opened = (loaded.backend, loaded.draft, loaded.layer)
-    backends = [b for b in opened if b is not None and b.info.name == "cuda"]
+    opened = [b for b in (loaded.backend, loaded.draft) if b is not None]
+    backends = [b for b in opened if b.info.name == "cuda"]
+    if loaded.layer is not None and loaded.backend in backends:
+        backends.append(loaded.layer)
     if config.ranks > 1:  # a rank compiles what its first steps need
         return
     if not config.warm_up or not backends or loaded.task != "generate":
