@@ -11,11 +11,19 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StateRows, StepPlan, StepResult
+from verbatim.base.records import (
+    DrawSpec,
+    SeqResult,
+    SeqStep,
+    State,
+    StateRows,
+    StepPlan,
+    StepResult,
+)
 from verbatim.bench.measure import answer
 
 if TYPE_CHECKING:
@@ -60,7 +68,7 @@ def walk(
     prompt: Sequence[int],
     output: Sequence[int],
     limit: int,
-    states: Sequence[Any] | None = None,
+    states: Sequence[State] | None = None,
 ) -> Walk:
     """Simulate decoding along a known completion: each pass drafts, accepts the longest correct
     prefix, and gains one token of the target's own. `states`: the target's, of all positions."""
@@ -91,13 +99,13 @@ def walk(
     return Walk(len(output), len(rows), drafted, accepted, tuple(rows))
 
 
-def final_states(llm: LLM, tokens: Sequence[int]) -> list[Any]:
+def final_states(llm: LLM, tokens: Sequence[int]) -> list[State]:
     """What a draft layer reads of the target. The engine must be idle: its KV blocks are
     overwritten."""
     backend, size = llm.loaded.backend, llm.core.scheduler.step_tokens
     count = -(-len(tokens) // backend.block_size)
     blocks = tuple(tuple(range(count)) for _ in backend.spec.groups)
-    found: list[Any] = []
+    found: list[State] = []
     for start in range(0, len(tokens), size):
         step = SeqStep(0, tuple(tokens[start : start + size]), start, blocks, hidden=True)
         states = backend.execute(StepPlan(0, (step,))).sequences[0].states
