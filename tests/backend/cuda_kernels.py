@@ -1258,6 +1258,26 @@ def test_experts_are_chosen_as_a_stable_sort_does(router: Any, device: torch.dev
     assert torch.equal(shares, best * 1.7 * scales[wanted])
 
 
+def test_experts_are_chosen_in_the_best_groups(device: torch.device) -> None:
+    """By the sum of a group's two best; equal sums: the lower group. PyTorch's stable sorts."""
+    random = np.random.default_rng(4)
+    scores = torch.from_numpy(random.integers(1, 9, (40, 20)).astype(np.float32)).to(device)
+    groups = scores.view(40, 5, 4)
+    sums = torch.sort(groups, dim=2)[0][:, :, 2:].sum(2)
+    kept = torch.sort(sums, dim=1, descending=True, stable=True)[1][:, :2]
+    outside = torch.ones(40, 5, dtype=torch.bool, device=device).scatter(1, kept, False)
+    left = groups.masked_fill(outside[:, :, None], -torch.inf).view(40, 20)
+    wanted = torch.sort(left, dim=1, descending=True, stable=True)[1][:, :3]
+    spec = replace(
+        small("qwen3moe").spec,
+        router="sigmoid", experts_used=3, expert_groups=5, expert_groups_used=2,
+    )  # fmt: skip
+    chosen, _ = experts.choose(scores, spec, None, None)
+    assert torch.equal(chosen, wanted.int())
+    scores[3] = torch.nan  # experts that exist
+    assert experts.choose(scores, spec, None, None)[0][3].tolist() == [0, 1, 2]
+
+
 def test_scores_that_are_no_numbers_choose_experts_that_exist(device: torch.device) -> None:
     spec = replace(small("qwen3moe").spec, experts_used=3)
     scores = torch.full((2, 5), torch.nan, device=device)

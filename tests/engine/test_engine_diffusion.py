@@ -32,6 +32,7 @@ def params(**changes: Any) -> SamplingParams:
 
 
 def core_of(backend: str, family: str = "sdar", **options: Any) -> EngineCore:
+    options = {"kv_blocks": 256, **options}  # each check visits every block
     config = EngineConfig(check=backend == "reference", **options)
     return EngineCore(tiny_parts(backend, config, family), config)
 

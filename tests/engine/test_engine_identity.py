@@ -47,7 +47,8 @@ Case = tuple[str, str, Any]  # family, backend, type of the KV cache
 
 def core_of(case: Case, **options: Any) -> EngineCore:
     family, backend, kv_type = case
-    config = EngineConfig(check=backend == "reference", speculate="off", kv_type=kv_type, **options)
+    options = {"kv_blocks": 256, "speculate": "off", **options}  # each check visits every block
+    config = EngineConfig(check=backend == "reference", kv_type=kv_type, **options)
     return EngineCore(tiny_parts(backend, config, family), config)
 
 

@@ -58,7 +58,10 @@ def test_the_needle_has_the_bits_of_one_process(tiny: Path) -> None:
         ) as llm:
             found[ranks] = (llm.fingerprint, needles(llm))
             processes = pids(llm) if ranks > 1 else []
-            assert llm.stats()["preemptions_total"] > 0
+            stats = llm.stats()
+            assert stats["preemptions_total"] > 0
+            waits = [stats.get(f'rank_wait_seconds_total{{rank="{r}"}}') for r in range(ranks)]
+            assert ranks == 1 or (waits[0] == 0 and all(waits[1:]))
         assert all(map(ended, processes))
     assert found[1][1][:2] == found[1][1][2:]
     assert found[1] == found[2] == found[4]

@@ -39,6 +39,18 @@ BODIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sdar": ("Qwen3", {"head_dim": 16}, {"block_size": 4}),
     "Dream": ("Qwen2", {}, {}),
     "llada": ("Llama", {"num_key_value_heads": 4}, {}),
+    "llada2_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+            "topk_group": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "use_qk_norm": True, "routed_scaling_factor": 2.5,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5
+            },
+        },
+        {"num_experts": 8, "num_shared_experts": 1},
+    ),
     "nemotron_labs_diffusion": (
         "Ministral3",
         {"head_dim": 16, "sliding_window": None, "rope_parameters": {
@@ -52,6 +64,11 @@ BODIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 NEMOTRON = {
     "model.embed_tokens": "encoder.embed_tokens", "model.norm": "encoder.norm",
     "lm_head": "diffusion_head", "model.layers": "encoder.layers",
+}  # fmt: skip
+LLADA2 = {
+    "model.embed_tokens": "model.word_embeddings", "q_norm": "query_layernorm",
+    "k_norm": "key_layernorm", "o_proj": "dense", "self_attn.": "attention.",
+    "e_score_correction_bias": "expert_bias",
 }  # fmt: skip
 # LLaDA's names of tensors and keys, by llama's
 LLADA = {
@@ -70,6 +87,7 @@ LLADA_KEYS = {
 }  # fmt: skip
 
 
+AT_ZERO = ("sdar", "llada2_moe")  # blocks begin at position 0
 GGUF = {"dream": True, "llada": False}  # architecture -> diffusion.shift_logits
 
 
@@ -89,6 +107,10 @@ def checkpoint(
         for name, weight in model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(weight, std=0.3)
+    if kind == "Glm4Moe":  # it starts the bias of the choice at zero, and the norms at one
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            if "correction_bias" in name or "_norm" in name:
+                torch.nn.init.uniform_(weight, 0.1, 0.7)
     path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
     if (arch := request.param.lower()) in GGUF:
@@ -104,6 +126,11 @@ def checkpoint(
         own = {name: written[of] for name, of in LLADA_KEYS.items()}
         own |= {"model_type": "llada", "mask_token_id": MASK, "block_type": "llama", "rope": True}
         written = own | {"layer_norm_type": "rms", "include_bias": False, "alibi": False}
+    if kind == "Glm4Moe":
+        rename(path / "model.safetensors", LLADA2)
+        fuse(path / "model.safetensors")
+        for name in ("n_shared_experts", "num_nextn_predict_layers"):
+            written.pop(name, None)
     if kind == "Ministral3":
         rename(path / "model.safetensors", NEMOTRON)
     (path / "config.json").write_text(json.dumps(written))
@@ -121,6 +148,18 @@ def rename(file: Path, names: dict[str, str]) -> None:
     save_file(renamed, file)
 
 
+def fuse(file: Path) -> None:
+    """The matrices of q, k and v as one."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(file)
+    for name in [name for name in state if name.endswith("q_proj.weight")]:
+        parts = [state.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        state[name.replace("q_proj", "query_key_value")] = torch.cat(parts)
+    save_file(state, file)
+
+
 def masked_logits(model: Any, family: str, block: int) -> Logits:
     """Attention inside blocks (SDAR), of everything (LLaDA, Dream), or causal up to the block in
     progress, which sees itself (Nemotron)."""
@@ -130,7 +169,7 @@ def masked_logits(model: Any, family: str, block: int) -> Logits:
 
         at = torch.arange(len(tokens))[:, None]
         end = torch.full_like(at, len(tokens))
-        if family == "sdar":
+        if family in AT_ZERO:
             end = (at // block + 1) * block
         elif family.startswith("nemotron"):
             end = torch.where(at < start, at + 1, end)
@@ -150,7 +189,7 @@ def plain_loop(
     anchored at position 0. Of a model with full attention the whole canvas is masked from the
     start. Dream draws a position from the row before it."""
     full, shift = family in ("llada", "Dream"), int(family == "Dream")
-    anchor = 0 if family == "sdar" else len(PROMPT)
+    anchor = 0 if family in AT_ZERO else len(PROMPT)
     tokens, out = list(PROMPT), dict[int, Any]()
     limit = len(PROMPT) + TOKENS
     tokens += [MASK] * TOKENS if full else []

@@ -123,6 +123,19 @@ def test_deployment_files_use_existing_flags() -> None:
     assert CliRunner().invoke(command, ["--help"]).exit_code == 0
 
 
+def test_the_manifest_of_a_group_uses_existing_flags() -> None:
+    from verbatim.cli.commands import rank, serve
+
+    text = (ROOT / "deploy" / "ranks.yaml").read_text()
+    for key, command in (("args", serve.command), ("command", rank.command)):
+        [line] = re.findall(rf"^ +{key}: \[(.+)\]$", text, re.MULTILINE)
+        used = set(re.findall(r"--[a-z-]+", line))
+        assert "--rank-address" in used
+        assert used <= {o for param in command.params for o in param.opts}
+    ports = set(re.findall(r":(29\d+)\"|port: (29\d+)", text))
+    assert {"".join(port) for port in ports} == {"29500"}
+
+
 def test_prometheus_scrapes_the_address_that_needs_no_key() -> None:
     text = (ROOT / "deploy" / "kubernetes.yaml").read_text()
     [port] = re.findall(r'prometheus.io/port: "(\d+)"', text)

@@ -8,7 +8,7 @@ protocol, stated by every backend; the engine never probes for an attribute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -83,10 +83,10 @@ class DraftLayer(Backend, Protocol):
 
 
 class DraftChains(Protocol):
-    def draw(self, steps: Sequence[SeqStep], count: int) -> list[list[Drawn]]:
-        """`count` drafts per step, each from the one before. A step comes with states and a
-        DrawSpec, and has blocks for all drafts. Filters and penalties may be left out: they cost
-        accepted drafts and change no output."""
+    def start(self, steps: Sequence[SeqStep], count: int) -> Callable[[], list[list[Drawn]]]:
+        """Start to draw `count` drafts per step, each from the one before; the result waits for
+        them. A step comes with states and a DrawSpec, and has blocks for all drafts. Filters and
+        penalties may be left out: they cost accepted drafts and change no output."""
 
 
 class StepLauncher(Protocol):

@@ -34,6 +34,9 @@ class Mesh(Protocol):
     @property
     def rank(self) -> int: ...
 
+    def waits(self) -> list[float]:
+        """Seconds in which this rank has waited for the bytes of each rank."""
+
     def broadcast(self, data: bytes) -> None:
         """Send bytes to every other rank."""
 

@@ -265,6 +265,9 @@ class EngineCore:
             **self.scheduler.counts(),
             **({} if self.disk_cache is None else self.disk_cache.counts()),
         )
+        for rank, seconds in enumerate(self.loaded.waits()):
+            name, help = "verbatim_rank_wait_seconds_total", "seconds of waiting for this rank"
+            self.metrics.registry.number(name, help, rank=str(rank)).value = seconds
         return self.metrics.registry.values()
 
     def close(self) -> None:

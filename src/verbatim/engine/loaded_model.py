@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from verbatim.backend.protocol import Backend
+from verbatim.backend.protocol import Backend, DraftLayer
 from verbatim.base.defaults import NO_DEFAULTS, ModelDefaults
 from verbatim.model.embedding import EmbeddingSpec
 
@@ -80,7 +80,7 @@ class LoadedModel:
     context: int | None = None  # tokens; None: the context of the backend's spec
     template: Any = None  # text.chat_template.ChatTemplate
     draft: Backend | None = None  # draft model of speculative decoding, with the same vocabulary
-    layer: Backend | None = None  # draft layer: of the model's file, or a head
+    layer: DraftLayer | None = None  # draft layer: of the model's file, or a head
     # Sampling parameters that the model states; requests take those that they do not give.
     defaults: ModelDefaults = NO_DEFAULTS
     # Keys of the model's files that are ignored, or that transformers reads differently.
@@ -94,6 +94,7 @@ class LoadedModel:
     adapters: tuple[AdapterInfo, ...] = ()  # LoRA adapters that requests may name
     # Why a process of the backend has ended, empty while all work; also while no step runs.
     failure: Callable[[], str] = str
+    waits: Callable[[], Sequence[float]] = tuple  # seconds of waiting for each process
 
     def fingerprint(self, adapter: int = -1) -> str:
         """Digest of weights, backend, numerics and adapter: equal fingerprints promise equal

@@ -59,6 +59,7 @@ class SafetensorsDir:
     digest: str
     others: dict[str, RawTensor] = field(default_factory=dict, repr=False)
     warnings: tuple[str, ...] = ()  # about a quantised checkpoint
+    packing: JsonObject = field(default_factory=dict, repr=False)  # its quantization_config
 
 
 def _read_shards(directory: Path) -> tuple[dict[str, Tensor], dict[str, RawTensor]]:
@@ -124,7 +125,10 @@ def read_directory(
         )
     elif packing is not None:
         config["quantization_config"] = packing
-    return SafetensorsDir(directory, config, generation_config, tensors, digest, others, warnings)
+    found = packing if isinstance(packing, dict) else {}
+    return SafetensorsDir(
+        directory, config, generation_config, tensors, digest, others, warnings, found
+    )
 
 
 def _packed_digest(digest: str, packed: Mapping[str, RawTensor]) -> str:

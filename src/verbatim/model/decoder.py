@@ -105,10 +105,11 @@ class Ops(Protocol[Rows]):
     def moe(self, h: Rows, layer: int, router: Rows | None = None) -> Rows:
         """[rows, H]: spec.router of the router's logits (+ bias if spec.router_bias) gives a weight
         per expert. The top experts_used by weight (+ choice_bias if spec.choice_bias; ties go to
-        the lower index) are used. Their weights are renormalised to sum to 1 if
-        experts_renormalised, then multiplied by experts_scale. The result is the weighted sum of
-        those experts' gated MLPs (biased if spec.expert_bias), added in order of rank. `router`:
-        the router's input, where it is not h; then moe.scales multiply the experts' weights."""
+        the lower index) are used, of those in the best groups if spec.expert_groups > 1. Their
+        weights are renormalised to sum to 1 if experts_renormalised, then multiplied by
+        experts_scale. The result is the weighted sum of those experts' gated MLPs (biased if
+        spec.expert_bias), added in order of rank. `router`: the router's input, where it is not h;
+        then moe.scales multiply the experts' weights."""
 
     def add(self, x: Rows, y: Rows) -> Rows:
         """x + y · spec.residual_scale."""

@@ -72,7 +72,8 @@ class LayerSplit:
     def widths(self, name: str) -> tuple[int, ...]:
         return ()  # no matrix is cut
 
-    attention_widths = widths
+    def attention_widths(self, layer: int) -> tuple[int, ...]:
+        return ()
 
     def local(self, rank: int) -> ModelSpec:
         """The spec of the rank's layers, counted from 0."""

@@ -199,6 +199,10 @@ class ModelSpec:
     router_bias: bool = False  # added to the router's logits
     choice_bias: bool = False  # added to the expert weights for the choice of experts only
     experts_scale: float = 1.0  # multiplies the weights of the chosen experts
+    # Experts are chosen in the expert_groups_used groups (of adjacent experts) whose two best have
+    # the largest sum.
+    expert_groups: int = 1
+    expert_groups_used: int = 1
     expert_bias: bool = False
     shared_mlp: int = 0  # inner width of an MLP that every token uses beside the experts; 0: none
     trained_positions: int = 0  # rows of `positions` (learned positions only)

@@ -105,7 +105,10 @@ def lead(address: str, ranks: int, secret: bytes) -> list[Member]:
     members.sort(key=lambda m: (not m.local, m.host))
     group, peers = secrets.token_hex(8), [(m.host, m.port) for m in members]
     for rank, member in enumerate(members, 1):
-        _send(member.socket, {"rank": rank, "group": group, "peers": peers})
+        try:
+            _send(member.socket, {"rank": rank, "group": group, "peers": peers})
+        except OSError as error:
+            raise BackendError(f"tensor parallelism: a rank has left again: {error}") from None
         _keep_alive(member.socket)
     return members
 
@@ -140,7 +143,8 @@ def join(address: str, secret: bytes) -> Sockets:
         rank, group, peers = int(stated["rank"]), stated["group"], stated["peers"]
         sockets: Sockets = [connection, *[None] * len(peers)]
         for lower in range(1, rank):
-            peer = sockets[lower] = _connect(*peers[lower - 1], secret)
+            host, port = peers[lower - 1]
+            peer = sockets[lower] = _connect(host, port, secret)
             _send(peer, {"rank": rank, "group": group})
             _keep_alive(peer)
         server.settimeout(HANDSHAKE_SECONDS * len(peers))

@@ -8,11 +8,12 @@ being the total variation distance. Without device memory it drafts nothing any 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from verbatim.backend.protocol import Backend
 from verbatim.base.errors import DeviceMemoryError, ParameterError
@@ -65,16 +66,11 @@ class CachedProposer:
         """The sequence's cached positions are lost."""
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
-        if self._failed:
-            return {}
-        try:
-            live = self._ready(views, limit)
+        drafts: dict[int, Draft] = {}
+        with self._until_memory_fails():
+            live = [] if self._failed else self._ready(views, limit)
             began = time.perf_counter()  # what a sequence computes once is no cost of each token
             drafts = self._chains(live, limit, floor)
-        except DeviceMemoryError as error:
-            self._failed = True
-            log.warning("%s: %s; no further drafts", self.what, error.message)
-            return {}
         drafted = sum(len(draft.tokens) for draft in drafts.values())
         if drafted:
             spent = (time.perf_counter() - began) / drafted
@@ -82,6 +78,14 @@ class CachedProposer:
                 COST_WEIGHT * (spent - self.token_cost) if self.token_cost > 1e-6 else spent
             )
         return drafts
+
+    @contextlib.contextmanager
+    def _until_memory_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except DeviceMemoryError as error:
+            self._failed = True
+            log.warning("%s: %s; no further drafts", self.what, error.message)
 
     def _ready(self, views: Sequence[SeqView], limit: int) -> list[SeqView]:
         """The sequences that can be drafted for, with the number of drafts that fit."""

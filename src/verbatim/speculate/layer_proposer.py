@@ -15,12 +15,12 @@ layer sees the end only, and a sequence that is never drafted for costs no more 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.backend.protocol import DraftLayer
-from verbatim.base.records import Drawn, SeqStep, StepPlan, StepResult
+from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.speculate.cached_proposer import CachedProposer
 from verbatim.speculate.proposer import Draft, SeqView
 
@@ -69,9 +69,13 @@ class LayerProposer(CachedProposer):
         self._device = backend.chains
         self.name = name  # its mode
         self._positions: dict[int, _Positions] = {}
-        # most drafts of a chain, and those that a device has drawn
+        # most drafts of a chain, and the chains that a device has drawn
         self._longest = NO_LIMIT if self._device is None else FIRST_CHAIN
         self._drawn: dict[int, list[Drawn]] = {}
+        # sequences drafted for in this step, without their tokens; and chains that are being drawn,
+        # with the number of tokens that they continue
+        self._drafted: dict[int, SeqView] = {}
+        self._started: dict[int, tuple[int, Callable[[], list[list[Drawn]]]]] = {}
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         for step, done in zip(plan.sequences, result.sequences, strict=True):
@@ -86,12 +90,37 @@ class LayerProposer(CachedProposer):
             held.waiting.extend(states)
             if len(held.waiting) > WINDOW:
                 held.keep_last(WINDOW)
+        drafted, self._drafted = self._drafted, {}
+        if len(plan.sequences) == 1 and plan.sequences[0].seq_id in drafted:
+            self._start(drafted[plan.sequences[0].seq_id], plan.sequences[0], result.sequences[0])
+
+    def _start(self, view: SeqView, step: SeqStep, done: SeqResult) -> None:
+        """Start the next chain of a sequence beside the commit of its last one."""
+        held, tokens = self._positions.get(view.seq_id), [drawn.token for drawn in done.drawn]
+        if self._device is None or held is None or len(tokens) != len(step.tokens):
+            return
+        count = 1  # tokens that the sequence gained
+        while count < len(tokens) and tokens[count - 1] == step.tokens[count]:
+            count += 1
+        held.drop_from(step.start + count)
+        positions, last = held.cached + count + self._longest - 1, tokens[count - 1]
+        if last < 0 or last in view.end_ids or len(held.waiting) != count:
+            return
+        if self._failed or not self._reserve(view.seq_id, positions, set()):
+            return
+        step = self._step_of(view._replace(tokens=tokens[:count]), [], self._longest)
+        with self._until_memory_fails():
+            chain = self._device.start([step], self._longest)
+            self._started[view.seq_id] = step.start + held.first + 1 + count, chain
+            held.computed()
 
     def _reserve_for(self, view: SeqView, limit: int, in_use: set[int]) -> int:
         held = self._positions.get(view.seq_id)
         if held is None:
             return 0
         held.drop_from(len(view.tokens) - 1)  # states of rejected drafts
+        if self._started.get(view.seq_id, (0,))[0] == len(view.tokens):
+            return min(limit, self._longest)
         if held.end != len(view.tokens) - 1 or not held.waiting:
             return 0
         limit = min(limit, self._longest)
@@ -99,6 +128,7 @@ class LayerProposer(CachedProposer):
         return limit if self._reserve(view.seq_id, positions, in_use) else 0
 
     def _evicted(self, seq_id: int) -> None:
+        self._started.pop(seq_id, None)
         if held := self._positions.get(seq_id):
             held.keep_last(len(held.waiting))
 
@@ -121,11 +151,16 @@ class LayerProposer(CachedProposer):
         if self._device is None or not live:
             return super()._chains(live, limit, floor)
         limit = min(limit, self._longest)
-        steps = [self._step_of(view, [], limit) for view in live]
-        drawn = self._device.draw(steps, limit)
-        self._drawn = {view.seq_id: chain for view, chain in zip(live, drawn, strict=True)}
-        for view in live:
+        known = {view.seq_id: len(view.tokens) for view in live}
+        started = {i: c for i, (n, c) in self._started.items() if known.get(i) == n}
+        self._started.clear()
+        self._drawn = {seq_id: chain()[0] for seq_id, chain in started.items()}
+        if rest := [view for view in live if view.seq_id not in started]:
+            drawn = self._device.start([self._step_of(view, [], limit) for view in rest], limit)()
+            self._drawn |= {view.seq_id: chain for view, chain in zip(rest, drawn, strict=True)}
+        for view in rest:
             self._positions[view.seq_id].computed()
+        self._drafted = {view.seq_id: view._replace(tokens=()) for view in live}
         found = super()._chains(live, limit, floor)
         # The device draws all of them before the host sees one: one more than was worth it.
         longest = max([len(draft.tokens) for draft in found.values()], default=0)

@@ -447,6 +447,8 @@ class ProgramRecorder(WeightPacker):
             fields["sigmoid"] = True
         if spec.choice_bias:
             fields["choice_bias"] = self._vector(f"{name}.choice_bias")
+        if spec.expert_groups > 1:
+            fields |= {"groups": spec.expert_groups, "groups_used": spec.expert_groups_used}
         if spec.experts_scale != 1.0:
             fields["experts_scale"] = spec.experts_scale
         if widths := self._widths(f"{name}.up"):

@@ -25,6 +25,7 @@ from verbatim.backend.cuda.runtime.step_graph import GraphInputs, StepGraph
 from verbatim.backend.cuda.runtime.step_graphs import MAX_GRAPH_ROWS, MIN_GRAPH_SPANS, graph_rows
 from verbatim.backend.cuda.runtime.step_inputs import tile_lines
 from verbatim.backend.cuda.sampler import jit_drafts
+from verbatim.backend.cuda.sampler.gpu_sampler import to_pinned
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.records import Drawn, SeqStep
 from verbatim.model.spec import ModelSpec
@@ -33,6 +34,12 @@ CHUNK = 2048  # tokens per program of a draw
 
 # (step, states) -> the states of the next drafts, and logits
 Compute = Callable[[DeviceStep, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Wait = Callable[[], list[list[Drawn]]]
+
+
+def states_width(spec: ModelSpec) -> int:
+    """Width of the target's states that a draft layer reads."""
+    return spec.hidden if spec.eagle is None else spec.eagle.states
 
 
 class Field(IntEnum):
@@ -128,31 +135,41 @@ class ChainGraphs:
     ) -> None:
         assert len(spec.groups) == 1, "the layers of a draft layer have one kind of cache"
         self._spec, self._compute, self._ids, self._device = spec, compute, ids, device
-        self.width = spec.hidden if spec.eagle is None else spec.eagle.states  # the target's states
         self.padding: tuple[int, ...] = ()
         # by (sequences, spans), and by (rows, sequences, spans)
         self._chains: dict[tuple[int, int], tuple[ChainInputs, Callable[[], object]]] = {}
         self._firsts: dict[tuple[int, int, int], tuple[FirstInputs, Callable[[], object]]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def draw(self, steps: Sequence[SeqStep], count: int) -> list[list[Drawn]]:
+    def start(self, steps: Sequence[SeqStep], count: int) -> Wait:
         assert count <= jit_drafts.MOST.value, "the device keeps so many drafts"
         rows = sum(len(step.tokens) for step in steps)
         if rows > MAX_GRAPH_ROWS and len(steps) > 1:
             half = len(steps) // 2
-            return self.draw(steps[:half], count) + self.draw(steps[half:], count)
+            first, second = self.start(steps[:half], count), self.start(steps[half:], count)
+            return lambda: first() + second()
         end = max(step.end for step in steps) + count
         spans = max(MIN_GRAPH_SPANS, 1 << (kernels.span_count(end) - 1).bit_length())
         chain, draw_next = self._chain(graph_rows(len(steps)), spans)
-        first, draw_first = self._first(graph_rows(rows), chain, spans)
+        inputs, draw_first = self._first(graph_rows(rows), chain, spans)
         chain.fill(steps)
-        first.fill(steps)
+        inputs.fill(steps)
         draw_first()
         for _ in range(count - 1):
             draw_next()
-        drawn = chain.drawn[:count, :, : len(steps)].cpu().numpy()
-        tokens, logprobs = drawn[:, 0].T.tolist(), drawn[:, 1].T.copy().view(np.float32).tolist()
-        return [list(map(Drawn, *pair)) for pair in zip(tokens, logprobs, strict=True)]
+        on_host = to_pinned(chain.drawn[:count]) if self._pool else chain.drawn[:count].clone()
+        arrived = torch.cuda.Event() if self._pool else None
+        if arrived is not None:
+            arrived.record()
+
+        def wait() -> list[list[Drawn]]:
+            if arrived is not None:
+                arrived.synchronize()
+            tokens, logprobs = on_host.numpy()[:, :, : len(steps)].transpose(1, 2, 0)
+            pairs = zip(tokens.tolist(), logprobs.copy().view(np.float32).tolist(), strict=True)
+            return [list(map(Drawn, *pair)) for pair in pairs]
+
+        return wait
 
     def _chain(self, sequences: int, spans: int) -> tuple[ChainInputs, Callable[[], object]]:
         found = self._chains.get((sequences, spans))
@@ -172,7 +189,7 @@ class ChainGraphs:
             lines = tile_lines(spec, 1, device)
             inputs = GraphInputs(rows, spans, self.padding, lines, device, spec)
             inputs.fill(())
-            first = FirstInputs(inputs, chain, self.width)
+            first = FirstInputs(inputs, chain, states_width(spec))
             found = self._firsts[key] = first, self._run(first, chain, first.states)
         return found
 

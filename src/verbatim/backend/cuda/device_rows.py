@@ -30,7 +30,8 @@ class DeviceRows:
         return DeviceRows(self.rows[rows])
 
     def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
-        return self.rows.cpu().numpy()
+        found: np.ndarray = self.rows.cpu().numpy()
+        return found
 
 
 def with_states(

@@ -7,17 +7,20 @@ unless the file has others. Bits are not fixed: a draft changes no output.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from verbatim.backend.cuda.backend import CudaBackend
-from verbatim.backend.cuda.chains import ChainGraphs
+from verbatim.backend.cuda.chains import ChainGraphs, Wait
 from verbatim.backend.cuda.device_weights import load
 from verbatim.backend.cuda.ops import Rows
 from verbatim.backend.cuda.runtime.device_step import DeviceStep
 from verbatim.backend.cuda.runtime.step_inputs import to_device
 from verbatim.backend.gpu_weights import block_mode
 from verbatim.backend.step_rows import make_batch
-from verbatim.base.records import SeqResult, StepPlan, StepResult
+from verbatim.base.errors import DeviceMemoryError
+from verbatim.base.records import SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.loading.load import Model
 
@@ -30,13 +33,20 @@ class CudaDraftLayer(CudaBackend):
         both = weights | {name: target.weights[name] for name in shared if name in target.weights}
         super().__init__(model, target.config, weights=both)
         ids = both.get("eagle.ids")
-        self.chains = ChainGraphs(
+        self._chain_graphs = ChainGraphs(
             self.spec, self.compute_states, None if ids is None else ids.int(), self.device
         )
 
-    def allocate(self, blocks: tuple[int, ...]) -> None:
-        super().allocate(blocks)
-        self.chains.padding = self.padding_blocks
+    @property
+    def chains(self) -> CudaDraftLayer:
+        return self
+
+    def start(self, steps: Sequence[SeqStep], count: int) -> Wait:
+        self._chain_graphs.padding = self.padding_blocks
+        try:
+            return self._chain_graphs.start(steps, count)
+        except torch.OutOfMemoryError:
+            raise self.out_of_memory() from None
 
     def _execute(self, plan: StepPlan) -> StepResult:
         """Compute positions without drafts."""
@@ -62,6 +72,6 @@ class CudaDraftLayer(CudaBackend):
         _, logits = forward(self.spec, ops, x, h, keep)
         return found[0], logits
 
-    def out_of_memory(self) -> Exception:
-        self.chains.drop()
+    def out_of_memory(self) -> DeviceMemoryError:
+        self._chain_graphs.drop()
         return super().out_of_memory()

@@ -15,11 +15,13 @@ import torch
 
 from verbatim.backend.ranks import Ranks
 from verbatim.model.layout import Shape, layout
+from verbatim.model.row_split import Split
 
 
 class RankExchange:
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+        assert isinstance(ranks.split, Split), "a GPU runs no pipeline"
+        self._ranks, self._split = ranks, ranks.split
         self._shapes: Mapping[str, Shape] = layout(ranks.split.spec)
 
     def whole_rows(self, name: str) -> int:
@@ -36,18 +38,18 @@ class RankExchange:
         return torch.cat(parts, 1).to(x.device)
 
     def rows(self, name: str) -> tuple[int, ...]:
-        return self._ranks.split.widths(name)
+        return self._split.widths(name)
 
     def own_rows(self, name: str) -> int:
         return self.rows(name)[self._ranks.rank]
 
     def heads(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         """The attention's output of all heads."""
-        return self.gather(x, self._ranks.split.attention_widths(layer))
+        return self.gather(x, self._split.attention_widths(layer))
 
     def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Rows of this rank's part of the embedding; of other ranks' tokens, any row."""
-        first, last = self._ranks.split.rows("embed", self._ranks.rank) or (0, 0)
+        first, last = self._split.rows("embed", self._ranks.rank) or (0, 0)
         return (tokens - first).clamp(0, last - first - 1)
 
     def picked(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -376,6 +376,8 @@ class ReferenceOps:
         spec = self.spec
         scores = softmax(logits) if spec.router == "softmax" else sigmoid(logits)
         choice = scores + self.weights[f"{prefix}.choice_bias"] if spec.choice_bias else scores
+        if spec.expert_groups > 1:
+            choice = _in_best_groups(choice, spec)
         # stable: ties go to the lower index
         chosen = np.argsort(-choice, kind="stable")[: spec.experts_used]
         shares = scores[chosen]
@@ -398,6 +400,16 @@ class ReferenceOps:
 
 
 # ---- functions
+
+
+def _in_best_groups(choice: Array, spec: ModelSpec) -> Array:
+    """-inf for experts outside the groups whose two best have the largest sums."""
+    groups = choice.reshape(spec.expert_groups, -1)
+    sums = np.sort(groups, axis=1)[:, -2:].sum(1, dtype=F32)
+    out = np.full_like(groups, -np.inf)
+    kept = np.argsort(-sums, kind="stable")[: spec.expert_groups_used]
+    out[kept] = groups[kept]
+    return out.reshape(-1)
 
 
 def float_adapter(adapter: Adapter) -> FloatAdapter:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from verbatim.backend.protocol import Backend
+from verbatim.backend.protocol import Backend, DraftLayer
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.engine.loaded_model import AdapterInfo, LoadedModel, Progress
@@ -49,7 +49,7 @@ def load_for_engine(
     # Reading the tokenizer takes about 0.25 s, which overlaps with packing the weights.
     with ThreadPoolExecutor(1) as pool:
         text = pool.submit(model_info.read_text, loaded.source)
-        backend, failure = _open_backend(loaded, config)
+        backend, of_ranks = _open_backend(loaded, config)
     try:
         tokenizer, template = text.result()
         tokenizer.fit(loaded.spec.vocab)  # padding may be drawn, and decodes to no text
@@ -75,20 +75,21 @@ def load_for_engine(
         file=model_info.file_of(loaded.path, model_info.weight_types(loaded), loaded.source),
         weight_files=tuple(model_info.weight_files(loaded.path)),
         adapters=adapter_infos(loaded),
-        failure=failure,
+        **of_ranks,
     )
 
 
-def _open_backend(model: Model, config: EngineConfig) -> tuple[Backend, Callable[[], str]]:
-    """The backend, and LoadedModel.failure."""
+def _open_backend(model: Model, config: EngineConfig) -> tuple[Backend, dict[str, Any]]:
+    """The backend, and the fields of LoadedModel that several processes have."""
     if config.ranks == 1:
         from verbatim.backend import open_backend
 
-        return open_backend(model, config), str
+        return open_backend(model, config), {}
     from verbatim.parallel.backend import ParallelBackend
 
     backend = ParallelBackend(model, config)
-    return backend, lambda: backend.group.failure
+    group = backend.group
+    return backend, {"failure": lambda: group.failure, "waits": group.mesh.waits}
 
 
 def _load_decoder(path: Path, config: EngineConfig, change: Callable[[Model], Model]) -> Model:
@@ -155,7 +156,7 @@ def _with_head(
     return replace(model, draft=head.load(model), captured=head.captured)
 
 
-def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> Backend | None:
+def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> DraftLayer | None:
     """The draft layer of the model's file, for `speculate=mtp` and auto, or the head."""
     from verbatim.backend import unpacked
 

@@ -212,6 +212,8 @@ class PyEngine {
             else if (k == "used") o.used = nb::cast<int>(value);
             else if (k == "renormalise") o.renormalise = nb::cast<bool>(value);
             else if (k == "sigmoid") o.sigmoid = nb::cast<bool>(value);
+            else if (k == "groups") o.groups = nb::cast<int>(value);
+            else if (k == "groups_used") o.groups_used = nb::cast<int>(value);
             else if (k == "choice_bias") o.choice_bias = nb::cast<int>(value);
             else if (k == "experts_scale") o.experts_scale = nb::cast<float>(value);
             else if (k == "expert_scales") o.expert_scales = nb::cast<int>(value);
@@ -417,6 +419,7 @@ NB_MODULE(_native, m) {
     nb::class_<Mesh>(m, "Mesh")
         .def(nb::init<int, std::vector<int>>(), nb::arg("rank"), nb::arg("fds"))
         .def_prop_ro("rank", &Mesh::rank)
+        .def("waits", &Mesh::waits)
         .def(
             "broadcast",
             [](Mesh& mesh, nb::bytes data) {

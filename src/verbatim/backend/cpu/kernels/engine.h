@@ -108,6 +108,7 @@ struct Op {
     int used = 0;                       // experts per row
     bool renormalise = true, sigmoid = false;
     int choice_bias = -1;        // vector, added to the scores for the choice of experts only
+    int groups = 1, groups_used = 1;  // experts are chosen in the best groups of adjacent ones
     float experts_scale = 1.0f;  // multiplies the weights of the experts
     int expert_scales = -1;      // vector: the same, expert by expert
     bool outputs = false;   // O_NORM: only the rows in Step::outputs

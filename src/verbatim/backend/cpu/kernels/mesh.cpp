@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <cerrno>
+#include <chrono>
 #include <stdexcept>
 
 namespace verbatim {
@@ -17,7 +18,7 @@ constexpr int FLAGS = MSG_DONTWAIT | MSG_NOSIGNAL;
 constexpr int FLAGS = MSG_DONTWAIT;
 #endif
 
-Mesh::Mesh(int rank, std::vector<int> fds) : rank_(rank), fds_(std::move(fds)) {
+Mesh::Mesh(int rank, std::vector<int> fds) : rank_(rank), fds_(std::move(fds)), waited_ns_(fds_.size()) {
     if (rank < 0 || rank >= ranks() || fds_[rank] != -1)
         throw std::invalid_argument("a rank has one socket to each other rank");
 }
@@ -37,6 +38,12 @@ void Mesh::gather(const void* piece, const std::vector<size_t>& bytes, void* con
         if (!root || rank_ == 0) parts.push_back({fds_[r], r, (char*)out[r], bytes[r], POLLIN});
     }
     transfer(parts);
+}
+
+std::vector<double> Mesh::waits() const {
+    std::vector<double> out;
+    for (const auto& ns : waited_ns_) out.push_back((double)ns / 1e9);
+    return out;
 }
 
 void Mesh::broadcast(const void* data, size_t bytes) {
@@ -64,7 +71,11 @@ void Mesh::transfer(std::vector<Transfer>& parts) {
         }
         if (waiting.empty()) return;
         if (moved) continue;
+        const auto began = std::chrono::steady_clock::now();
         const int ready = poll(waiting.data(), waiting.size(), TIMEOUT_MS);
+        const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - began;
+        for (const Transfer& t : parts)
+            if (t.left && t.event == POLLIN) waited_ns_[t.rank] += waited.count();
         if (ready == 0) fail("a rank has not answered for ten minutes");
         if (ready < 0 && errno != EINTR) fail("the sockets between the ranks failed");
     }

@@ -1,6 +1,7 @@
 // Mixture of experts: the router, then each expert for the rows routed to it, then the weighted sum
 // per row in order of rank.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "engine.h"
@@ -68,7 +69,7 @@ void Engine::moe_route(const Op& op, WorkItems& items) {
 void Engine::choose_experts(const Op& op, float* logits, int experts, int32_t* ids,
                             float* weights) {
     float sum = 0.0f;
-    if (!op.sigmoid && op.choice_bias < 0)
+    if (!op.sigmoid && op.choice_bias < 0 && op.groups == 1)
         sum = kernels.softmax_topk(logits, experts, op.used, ids, weights);
     else {
         if (op.sigmoid) {
@@ -84,11 +85,36 @@ void Engine::choose_experts(const Op& op, float* logits, int experts, int32_t* i
             for (int e = 0; e < experts; e++) logits[e] /= total;
         }
         const float* bias = op.choice_bias >= 0 ? vectors_[op.choice_bias].data() : nullptr;
+        const auto choice = [&](int e) { return bias ? logits[e] + bias[e] : logits[e]; };
+        const int size = experts / op.groups;  // experts per group
+        std::vector<bool> kept(op.groups, op.groups == 1);
+        if (op.groups > 1) {
+            std::vector<float> sums(op.groups);
+            for (int g = 0; g < op.groups; g++) {
+                float first = -INFINITY, second = -INFINITY;
+                for (int e = g * size; e < (g + 1) * size; e++) {
+                    const float score = choice(e);
+                    if (score > first) {
+                        second = first;
+                        first = score;
+                    } else if (score > second)
+                        second = score;
+                }
+                sums[g] = first + second;
+            }
+            for (int n = 0; n < op.groups_used; n++) {
+                int best = -1;
+                for (int g = 0; g < op.groups; g++)
+                    if (!kept[g] && (best < 0 || sums[g] > sums[best])) best = g;
+                kept[best] = true;
+            }
+        }
         for (int j = 0; j < op.used; j++) {
             int best = -1;
             float top = 0.0f;
             for (int e = 0; e < experts; e++) {
-                const float score = bias ? logits[e] + bias[e] : logits[e];
+                if (!kept[e / size]) continue;
+                const float score = choice(e);
                 if ((best >= 0 && !(score > top)) || std::find(ids, ids + j, e) != ids + j)
                     continue;
                 best = e;

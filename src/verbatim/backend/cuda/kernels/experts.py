@@ -54,7 +54,7 @@ def choose(
         (
             count, used, triton.next_power_of_2(count), triton.next_power_of_2(used), CHOOSE_ROWS,
             spec.router == "softmax", choice_bias is not None, spec.experts_renormalised,
-            scales is not None,
+            scales is not None, spec.expert_groups, spec.expert_groups_used,
         ),
     )  # fmt: skip
     return chosen, shares

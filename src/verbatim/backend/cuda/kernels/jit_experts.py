@@ -9,12 +9,39 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def in_best_groups(
+    choice, expert, LINES: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    USED: tl.constexpr,
+):  # fmt: skip
+    """Whether an expert is in one of the USED groups, of SIZE adjacent experts, whose two best have
+    the largest sums; ties go to the lower group."""
+    group = tl.arange(0, triton.next_power_of_2(GROUPS))[None, :]
+    lowest = float("-inf")
+    sums = tl.full((LINES, triton.next_power_of_2(GROUPS)), lowest, tl.float32)
+    for g in tl.static_range(GROUPS):
+        own = tl.where(expert // SIZE == g, choice, lowest)
+        top = tl.max(own, 1)
+        first = tl.min(tl.where(own == top[:, None], expert, GROUPS * SIZE), 1)
+        second = tl.max(tl.where(expert == first[:, None], lowest, own), 1)
+        sums = tl.where(group == g, (top + second)[:, None], sums)
+    kept, left = tl.zeros_like(choice) > 0.0, group < GROUPS
+    for _ in tl.static_range(USED):
+        top = tl.max(tl.where(left, sums, lowest), 1)
+        # without a number that equals it (NaN), the first group that is left
+        best = tl.min(tl.where(left & (sums == top[:, None]), group, GROUPS), 1)
+        best = tl.where(best < GROUPS, best, tl.min(tl.where(left, group, GROUPS), 1))
+        left = left & (group != best[:, None])
+        kept = kept | (expert // SIZE == best[:, None])
+    return kept
+
+
 @triton.jit(do_not_specialize=["ROWS"])
 def choose_experts(
     scores, choice_bias, scales, chosen, shares, ROWS, FACTOR,
     EXPERTS: tl.constexpr, USED: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
     LINES: tl.constexpr, SOFTMAX: tl.constexpr, BIAS: tl.constexpr, RENORMALISED: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALES: tl.constexpr, GROUPS: tl.constexpr, GROUPS_USED: tl.constexpr,
 ):  # fmt: skip
     """The USED best experts of each row, best first (ties go to the lower index), and their shares.
 
@@ -36,9 +63,10 @@ def choose_experts(
         choice += tl.load(choice_bias + expert, mask=expert < EXPERTS, other=0.0)
     choice = tl.where(held, choice, float("-inf"))
     best = tl.zeros((LINES, SLOTS), tl.float32)
-    picks = tl.zeros((LINES, SLOTS), tl.int32)
-    total = tl.zeros((LINES,), tl.float32)
+    picks, total = tl.zeros((LINES, SLOTS), tl.int32), tl.zeros((LINES,), tl.float32)
     left = expert < EXPERTS
+    if GROUPS > 1:
+        left = left & in_best_groups(choice, expert, LINES, EXPERTS // GROUPS, GROUPS, GROUPS_USED)
     for rank in tl.static_range(USED):
         top = tl.max(tl.where(left, choice, float("-inf")), 1)
         # without a number that equals it (NaN), the first expert that is left

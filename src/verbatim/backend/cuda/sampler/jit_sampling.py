@@ -20,6 +20,12 @@ LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # float32's; a remo
 # docs/numerics.md bounds the error of the noise; gpu_sampler.py uses the bound.
 
 
+@triton.jit
+def row_word(row_params, line: tl.constexpr, row, used, ROWS):
+    """One line of `row_params`, [rows, 1] int32."""
+    return tl.load(row_params + line * ROWS + row, mask=used, other=0)[:, None]
+
+
 @triton.jit(do_not_specialize=["ROWS"])
 def chunk_top2(
     logits, row_max, row_params, bests, seconds, ids, ROWS, VOCAB, CHUNKS,
@@ -44,22 +50,12 @@ def chunk_top2(
         )
         raw = key.to(tl.float32)
         if NOISE:
-            k0 = tl.load(row_params + row, mask=used, other=0).to(tl.uint32, bitcast=True)[:, None]
-            k1 = tl.load(row_params + ROWS + row, mask=used, other=0).to(tl.uint32, bitcast=True)[
-                :, None
-            ]
-            position = tl.load(row_params + 2 * ROWS + row, mask=used, other=0).to(
-                tl.uint32, bitcast=True
-            )[:, None]
-            step = tl.load(row_params + 6 * ROWS + row, mask=used, other=0).to(
-                tl.uint32, bitcast=True
-            )[:, None]
-            scale = tl.load(row_params + 3 * ROWS + row, mask=used, other=0).to(
-                tl.float32, bitcast=True
-            )[:, None]
-            slack = tl.load(row_params + 4 * ROWS + row, mask=used, other=0).to(
-                tl.float32, bitcast=True
-            )[:, None]
+            k0 = row_word(row_params, 0, row, used, ROWS).to(tl.uint32, bitcast=True)
+            k1 = row_word(row_params, 1, row, used, ROWS).to(tl.uint32, bitcast=True)
+            position = row_word(row_params, 2, row, used, ROWS).to(tl.uint32, bitcast=True)
+            step = row_word(row_params, 6, row, used, ROWS).to(tl.uint32, bitcast=True)
+            scale = row_word(row_params, 3, row, used, ROWS).to(tl.float32, bitcast=True)
+            slack = row_word(row_params, 4, row, used, ROWS).to(tl.float32, bitcast=True)
             noise = gumbel_noise(chunk * (BV // 2), position, step, k0, k1, BV)
             # float64 logits are subtracted before they are rounded
             key = tl.where(slack < 0.0, raw, (key - top[:, None]).to(tl.float32) * scale + noise)
