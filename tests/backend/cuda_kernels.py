@@ -587,13 +587,14 @@ def test_a_product_of_few_rows_has_rows(monkeypatch: pytest.MonkeyPatch) -> None
     assert taken == list(range(1, few_rows.FEW_ROWS + 1))
 
 
-@pytest.mark.parametrize(("rows", "start"), [(1, 60), (1, 130), (3, 127), (16, 120)])
+@pytest.mark.parametrize(("rows", "start"), [(1, 60), (1, 128), (1, 130), (3, 127), (16, 120)])
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
         ("qwen3", {"head_dim": 64}),  # norms of heads
         ("llama", {"head_dim": 128}),
-        ("qwen35", {"head_dim": 256}),  # delta nets, an output gate, one key head
+        # delta nets, an output gate, one key head
+        ("qwen35", {"head_dim": 256, "linear_key_head_dim": 64, "linear_value_head_dim": 64}),
     ],
 )
 def test_a_step_of_few_rows_has_the_bits_of_the_kernels_for_many(
