@@ -27,6 +27,8 @@ Caches = tuple[torch.Tensor, ...]  # one group's: [layers, blocks, …]
 LINES = 4  # rows, or heads of rows, per program; a warp reduces each, so it affects no bit
 MANY_LINES = 16  # rows of a head's convolution per program with many rows: it reads weights once
 MANY_ROWS = 256
+WARP_DIM = 128  # values of a head, four per thread of the warp that reduces it; with fewer, the
+# values per thread depend on the rows per program, and two warps reduce more
 COLUMNS = 128  # channels of a short convolution per program
 
 
@@ -163,7 +165,8 @@ def _write_inputs(
     qkv, b, a = products
     _, keys, values, gates = layer.caches
     queries = qkv.new_empty(len(qkv), delta.keys)
-    lines = MANY_LINES if len(qkv) > MANY_ROWS else LINES
+    block = max(_padded(delta.key_dim), _padded(delta.value_dim))
+    lines = MANY_LINES if len(qkv) > MANY_ROWS and block == WARP_DIM else LINES
     launch(
         jit_recurrent.delta_inputs,
         (triton.cdiv(len(qkv), lines), 2 * delta.key_heads + delta.value_heads, 1),
@@ -174,7 +177,7 @@ def _write_inputs(
         ),
         (
             delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, keys.shape[2],
-            layer.kernel.shape[1], lines, max(_padded(delta.key_dim), _padded(delta.value_dim)),
+            layer.kernel.shape[1], lines, block,
         ),
         dependent=dependence(len(qkv)),
     )  # fmt: skip
@@ -214,9 +217,10 @@ def _solve(
 
 def takes_one(delta: DeltaSpec, rows: int) -> bool:
     """Whether one kernel writes the inputs and solves the blocks: of one row, all heads of a size
-    without padding."""
+    without padding that one warp reduces."""
     dim = delta.key_dim
-    return rows == 1 and few_rows.available() and dim == delta.value_dim == _padded(dim)
+    sizes = dim == delta.value_dim == _padded(dim) <= WARP_DIM
+    return rows == 1 and few_rows.available() and sizes
 
 
 def _one(
