@@ -224,14 +224,12 @@ def main() -> None:
     )
     parser.add_argument("--blocks", choices=("both", "only"), default="both")
     parser.add_argument("--kv-type", choices=CHOICES["kv_type"], default="f16")
-    parser.add_argument("--activations", choices=("half", "fp8"), default="half")
     parser.add_argument("--temperature", type=float, default=0.6, help="of the crowd")
     parser.add_argument("--step-tokens", type=int, default=16384, help="vLLM's default")
     parser.add_argument("--table", nargs="+", choices=SHAPES, help="a row per shape")
     args = parser.parse_args()
     began = time.perf_counter()
     options = {"max_running": 256, "step_tokens": args.step_tokens, "kv_type": args.kv_type}
-    options["activations"] = args.activations
     if args.table:
         print_table(args.table, options)
         return
@@ -240,7 +238,6 @@ def main() -> None:
         "shape": args.shape,
         "info": llm.core.backend.info.detail,
         "type": args.type or "bf16",
-        "activations": args.activations,
         "kv_type": args.kv_type,
         "kv_token_bytes": llm.core.backend.info.kv_token_bytes,
         "opened_s": time.perf_counter() - began,

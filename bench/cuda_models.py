@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,16 +19,7 @@ from verbatim.backend.cuda.device_weights import join_layer, unpack_blocks
 from verbatim.backend.cuda.kernel_compile import compile_kernels
 from verbatim.backend.cuda.kernels import quant
 from verbatim.backend.cuda.kernels.block_readers import E2M1_BIAS, E4M3_BIAS, HALVES
-from verbatim.backend.cuda.kernels.fp8 import scaled_product
-from verbatim.backend.gpu_weights import (
-    BLOCK_FORMATS,
-    TILE,
-    BlockMode,
-    ScaledMode,
-    is_matrix,
-    is_scaled,
-    packing,
-)
+from verbatim.backend.gpu_weights import BLOCK_FORMATS, TILE, BlockMode, is_matrix, packing
 from verbatim.base.config import EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.files.safetensors import SafetensorsDir
@@ -145,10 +135,9 @@ def weights_of(
     type: str | None = None,
     blocks: BlockMode = "both",
     expert_type: str | None = None,
-    scaled: ScaledMode = "none",
 ) -> dict[str, Any]:
     """Random weights, created on the device in the layout of device_weights.load: bfloat16, or
-    blocks of a quantised type, or codes for products of FP8."""
+    blocks of a quantised type."""
     make = torch.Generator(device=device).manual_seed(0)
     found: dict[str, Any] = {}
     for name, shape in layout(spec).items():
@@ -164,8 +153,6 @@ def weights_of(
             half = is_matrix(name) or name.endswith(("delta.b", "delta.a"))
             values = values * (0.5 if name == "embed" else 1.0)
             found[name] = values.to(torch.bfloat16) if half else values
-            if is_scaled(name, SimpleNamespace(shape=shape, type="bf16"), scaled):
-                found[name] = scaled_product.quantise(found[name])
     for i in range(len(spec.layers)):
         join_layer(found, spec, i)
     unpack_blocks(found, blocks)
@@ -179,9 +166,7 @@ def open_shape(
     source = SafetensorsDir(Path(name), SHAPES[name], {}, {}, name)
     model = Model(spec, Weights({}, name, name), source, (), {})
     config = EngineConfig(backend="cuda", **options)
-    scaled: ScaledMode = "all" if config.activations == "fp8" else "none"
-    device = torch.device("cuda")
-    weights = weights_of(spec, device, type, blocks, EXPERT_TYPES.get(name), scaled)
+    weights = weights_of(spec, torch.device("cuda"), type, blocks, EXPERT_TYPES.get(name))
     backend = CudaBackend(model, config, weights=weights)
     loaded = LoadedModel(backend, FakeTokenizer(spec.vocab), (), name=name, digest=name)
     llm = LLM.from_loaded(loaded, **{"backend": "cuda", **options})

@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-NESTED = (
-    *("cuda_kernels.py", "cuda_kv_types.py", "cuda_ranks.py", "cuda_scaled.py"),
-    "../speculate/cuda_drafts.py",
-)
+NESTED = ("cuda_kernels.py", "cuda_kv_types.py", "cuda_ranks.py", "../speculate/cuda_drafts.py")
 
 
 @pytest.mark.torch

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -381,64 +380,6 @@ def compile_few_rows(
     )
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-def compile_scaled(kernel: Any, args: Any, constants: Any, warps: int, stages: int) -> str:
-    """The PTX of a product of FP8 codes. A descriptor is given as its type."""
-    import torch
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = {torch.float32: "*fp32", torch.bfloat16: "*bf16", int: "i32"}
-    names, given = kernel.arg_names, len(args)
-    signature = {
-        name: arg if isinstance(arg, str) else types[getattr(arg, "dtype", type(arg))]
-        for name, arg in zip(names, args, strict=False)
-    }
-    source = ASTSource(
-        fn=kernel,
-        signature=signature | dict.fromkeys(names[given:], "constexpr"),
-        constexprs={(given + i,): value for i, value in enumerate((*constants, 1))},
-    )
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    return str(compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
-
-
-@pytest.mark.torch
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("rows", [1, 256, pytest.param(5000, marks=pytest.mark.soak)])
-def test_products_of_fp8_codes_have_one_kind_of_instruction(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights are its first operand, 64 rows of them, and it adds 32 inputs. Another one may add
-    in another way, so a row's bits would depend on the batch."""
-    pytest.importorskip("triton")
-    torch = pytest.importorskip("torch")
-    from verbatim.backend.cuda.kernels import launch
-    from verbatim.backend.cuda.kernels.fp8 import scaled_product
-
-    if launch.INTERPRETED:
-        pytest.skip("the kernels of this process are interpreted")
-    found: list[str] = []
-
-    def compile_only(kernel: Any, grid: Any, args: Any, constants: Any, **options: Any) -> None:
-        found.append(compile_scaled(kernel, args, constants, options["warps"], options["stages"]))
-
-    def described(tensor: Any, block: list[int]) -> str:
-        return f"tensordesc<fp8e4nv[{', '.join(map(str, block))}]>"
-
-    monkeypatch.setattr(scaled_product, "launch", compile_only)
-    monkeypatch.setattr(scaled_product, "TensorDescriptor", SimpleNamespace(from_tensor=described))
-    codes = (torch.zeros((rows, 256), dtype=torch.uint8), torch.zeros((2, rows)))
-    monkeypatch.setattr(scaled_product, "quantise_rows", lambda x: codes)
-    weight = scaled_product.quantise(torch.zeros((512, 256)))
-    for gate in ("none", "silu"):
-        scaled_product.product(torch.zeros((rows, 256)), weight, gate=gate)
-    for ptx in found:
-        assert "mma.sync" not in ptx
-        kinds = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+(\S+)", ptx)
-        assert set(kinds) == {"k32.f32.e4m3.e4m3"}
 
 
 def reductions(ttgir: str, axis: int) -> set[str]:

@@ -164,17 +164,6 @@ def test_a_gpu_reads_the_weights_that_the_cuda_backend_keeps() -> None:
     assert (single.kept, single.step_bytes) == ("in float16", half.step_bytes)
 
 
-@pytest.mark.parametrize(("name", "bytes"), [("h200", 1.0), ("a100", 3.03)])
-def test_a_hopper_gpu_keeps_the_codes_of_an_fp8_checkpoint_alone(name: str, bytes: float) -> None:
-    config = json.loads((CONFIGS / "mistral-7b.json").read_text())
-    packing = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    found = footprint_of_config({**config, "quantization_config": packing}, "x.json")
-    device = parse_device(name)
-    held = found.on_gpu(80e9, codes=device.hopper).weight_bytes
-    heads = 2 * 2 * 32000 * 4096  # bfloat16
-    assert held - heads == pytest.approx(bytes * (found.params - heads / 2), 5e-3)
-
-
 def test_decode_turns_compute_bound_where_reading_and_computing_take_equally_long() -> None:
     """7B, no KV cache: 14 GB / 2,039 GB/s = 6.87 ms; 14 GFLOP / 312 TFLOPS = 44.9 µs: batch 153."""
     found = plan(counted("7B"))

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from verbatim.model.spec import ModelSpec
 
 BlockMode: TypeAlias = Literal["unpacked", "both", "only"]
-# matrices whose products are of FP8 codes: none, those that the file has in such blocks, or all
-ScaledMode: TypeAlias = Literal["none", "published", "all"]
 # weights that are stored in half precision
 # fmt: off
 MATRICES = (
@@ -80,16 +78,6 @@ def keeps_blocks(name: str, weight: StoredWeight) -> bool:
     return len(weight.shape) == 2
 
 
-def is_scaled(name: str, weight: StoredWeight, mode: ScaledMode) -> bool:
-    """Whether the weight's product is one of FP8 codes, if its scales are those of whole blocks.
-    Heads, embeddings and experts stay as they are."""
-    if mode == "none" or not name.endswith(MATRICES) or ".moe." in name or name in HEADS:
-        return False
-    if mode == "published" and not weight.type.startswith("e4m3_128_"):
-        return False
-    return len(weight.shape) == 2 and weight.shape[0] % 16 == 0 and weight.shape[1] % BK == 0
-
-
 def split_k(n: int, k: int) -> tuple[int, int]:
     """(splits, blocks of BK inputs per split) of a matmul with a weight [n, k].
 
@@ -127,23 +115,11 @@ def weight_bytes(weights: Mapping[str, StoredWeight], blocks: BlockMode = "only"
     return total + buffer_bytes(weights, kept)
 
 
-def device_bytes(
-    weights: Mapping[str, StoredWeight], blocks: BlockMode, scaled: ScaledMode = "none"
-) -> dict[str, DeviceBytes]:
-    """Bytes of each weight after loading. Matrices are in half precision, in blocks or FP8 codes,
-    all others are float32."""
+def device_bytes(weights: Mapping[str, StoredWeight], blocks: BlockMode) -> dict[str, DeviceBytes]:
+    """Bytes of each weight after loading. Matrices are in half precision or in blocks, all others
+    are float32."""
     kept = _stay_in_blocks(weights) if blocks != "unpacked" else ()
-    return {
-        name: DeviceBytes(*[_scaled_bytes(w)] * 2)
-        if is_scaled(name, w, scaled)
-        else _bytes_of(name, w, blocks, name in kept)
-        for name, w in weights.items()
-    }
-
-
-def _scaled_bytes(weight: StoredWeight) -> int:
-    n, k = weight.shape
-    return n * k + 4 * -(-n // BK) * (k // BK)
+    return {name: _bytes_of(name, w, blocks, name in kept) for name, w in weights.items()}
 
 
 def activation_bytes(spec: ModelSpec) -> int:

@@ -117,10 +117,9 @@ class EngineConfig:
     )
     activations: str = setting(  # docs/adr/0029
         "auto",
-        "activations in the matrix products: on the cpu backend int8 or int12 (auto: int12 for a"
-        " model below a billion parameters, whose answers int8 would change), on the cuda backend"
-        " half or fp8 (auto: fp8 on Hopper GPUs for checkpoints in FP8 blocks)",
-        choices=("auto", "int8", "int12", "half", "fp8"),
+        "integers of the activations in the matrix products of the cpu backend: int8 or int12;"
+        " auto: int12 for a model below a billion parameters, whose answers int8 would change",
+        choices=("auto", "int8", "int12"),
         encoders=False,
     )
     prefix_cache: bool = setting(
@@ -216,7 +215,11 @@ class EngineConfig:
             raise ParameterError(
                 "cache_dir", "needs the prefix cache, which is switched off; leave one out"
             )
-        self._check_activations()
+        if self.activations != "auto" and self.backend not in ("auto", "cpu"):
+            raise ParameterError(
+                "activations",
+                f"has an effect on the cpu backend only, and backend is {self.backend}",
+            )
         self._check_ranks()
         mode, colon, _ = self.speculate.partition(":")
         if self.ranks > 1 and mode in ("head", "mtp"):
@@ -254,19 +257,6 @@ class EngineConfig:
                 raise ParameterError("rank_address", "needs tensor_parallel or pipeline_parallel")
             if self.adapters:  # their files are this machine's
                 raise ParameterError("adapters", "do not run with rank_address; leave one out")
-
-    def _check_activations(self) -> None:
-        given, backend = self.activations, self.backend
-        if given in ("int8", "int12") and backend not in ("auto", "cpu"):
-            raise ParameterError(
-                "activations", f"{given} is of the backend cpu, and backend is {backend}"
-            )
-        if given in ("half", "fp8") and backend != "cuda":
-            raise ParameterError(
-                "activations", f"{given} needs the backend cuda, and backend is {backend}"
-            )
-        if given == "fp8" and self.ranks > 1:
-            raise ParameterError("activations", "fp8 does not run on several ranks; leave one out")
 
 
 class EngineOptions(TypedDict, total=False):

@@ -7,7 +7,6 @@ vendors' data sheets: dense half precision with float32 accumulation, without sp
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -28,11 +27,6 @@ class Device:
     kind: str = "data sheet"  # where the numbers come from
     unit: str = "FLOPS"  # unit of the peak: FLOPS (half precision) or int8 OPS
     cuda: bool = False  # a GPU of the cuda backend, which keeps weights in its own layout
-
-    @property
-    def hopper(self) -> bool:
-        """A GPU that multiplies FP8 checkpoints as codes (ADR 36)."""
-        return self.cuda and re.search(r"\bG?H\d{2,3}\b", self.name) is not None
 
     @property
     def ridge(self) -> float | None:

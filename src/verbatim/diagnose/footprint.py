@@ -21,11 +21,7 @@ from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.json_io import JsonMapping
 from verbatim.files.gguf import read_gguf
 from verbatim.files.safetensors import read_json
-from verbatim.formats.packed.packed_blocks import (
-    has_scaled_products,
-    planned_gpu_type,
-    planned_type,
-)
+from verbatim.formats.packed.packed_blocks import planned_gpu_type, planned_type
 from verbatim.formats.registry import BLOCKS
 from verbatim.model.architecture import read_config, read_header
 from verbatim.model.layout import is_expert, is_quantisable, is_read_by_row, layout, parameters
@@ -86,7 +82,6 @@ class Footprint:
     # on a GPU, where quantised safetensors stay in their blocks; empty: as `parts`
     gpu_parts: Mapping[str, WeightPart] = field(default_factory=dict)
     kept: str = ""  # how a GPU keeps the weights; empty: as the file has them
-    codes: bool = False  # a checkpoint for products of FP8 codes
     state_bytes: int = 0  # cache blocks of recurrent layers that a running sequence holds
     spec: ModelSpec | None = None  # None: a parameter count
 
@@ -99,20 +94,18 @@ class Footprint:
             return None
         return 0 if blocks.full else blocks.block
 
-    def on_gpu(self, memory: float, *, codes: bool = False) -> Footprint:
+    def on_gpu(self, memory: float) -> Footprint:
         """The footprint in the cuda backend on a GPU with so many bytes of memory. It unpacks
         quantised weights where both copies fit, and rounds float32 to float16. Without the shapes
-        of a model, and for --quant fp8, which it does not know, nothing changes. `codes`: it
-        multiplies codes of FP8, which have no unpacked copy."""
+        of a model, and for --quant fp8, which it does not know, nothing changes."""
         if not self.parts or any(part.type == "fp8" for part in self.parts.values()):
             return self
         parts = self.gpu_parts or self.parts
         blocks = block_mode(parts, memory)
-        codes = codes and self.codes
-        found = device_bytes(parts, blocks, "published" if codes else "none")
+        found = device_bytes(parts, blocks)
         step, experts = _read_sums({name: b.read for name, b in found.items()}, self.tied)
         held = sum(size.held for size in found.values())
-        if blocks == "only" and not codes:
+        if blocks == "only":
             held = weight_bytes(parts, "only")  # with the buffer
         kept = "in float16" if self.stored == "f32" else ""
         values = {name: prod(part.shape) for name, part in parts.items()}
@@ -206,7 +199,7 @@ def footprint_of_config(
         kept = planned_gpu_type(packing, shape[-1], floats)
         quantised = kept and part.startswith("layers.") and is_quantisable(part)
         gpu_parts[part] = WeightPart(shape, kept if quantised and kept else type_of(part))
-    return replace(found, gpu_parts=gpu_parts, codes=has_scaled_products(packing))
+    return replace(found, gpu_parts=gpu_parts)
 
 
 def _block_type(packing: Mapping[str, object], quant: str | None) -> str | None:

@@ -59,7 +59,6 @@ class SafetensorsDir:
     digest: str
     others: dict[str, RawTensor] = field(default_factory=dict, repr=False)
     warnings: tuple[str, ...] = ()  # about a quantised checkpoint
-    packing: JsonObject = field(default_factory=dict, repr=False)  # its quantization_config
 
 
 def _read_shards(directory: Path) -> tuple[dict[str, Tensor], dict[str, RawTensor]]:
@@ -125,10 +124,7 @@ def read_directory(
         )
     elif packing is not None:
         config["quantization_config"] = packing
-    found = packing if isinstance(packing, dict) else {}
-    return SafetensorsDir(
-        directory, config, generation_config, tensors, digest, others, warnings, found
-    )
+    return SafetensorsDir(directory, config, generation_config, tensors, digest, others, warnings)
 
 
 def _packed_digest(digest: str, packed: Mapping[str, RawTensor]) -> str:

@@ -19,7 +19,7 @@ import torch
 import triton
 
 from verbatim.backend.cuda.cache_memory import CacheMemory
-from verbatim.backend.cuda.device_weights import Weight, has_scaled, load_model, sizes
+from verbatim.backend.cuda.device_weights import Weight, load_model, sizes
 from verbatim.backend.cuda.kernels.lora import load_adapter
 from verbatim.backend.cuda.ops import CudaOps, rope_tables
 from verbatim.backend.cuda.runtime.device import device
@@ -36,7 +36,6 @@ from verbatim.model.decoder import forward
 from verbatim.model.loading.load import Model
 
 NUMERICS_VERSION = "cuda-3"
-SCALED_NUMERICS = "cuda-3-w8a8"  # with products of FP8 codes
 
 
 class CudaBackend:
@@ -55,8 +54,7 @@ class CudaBackend:
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
         if weights is None:
-            memory = self.available_memory()
-            weights = load_model(model, self.device, memory, config.activations)
+            weights = load_model(model, self.device, self.available_memory())
         self.weights = weights
         # what a draft layer shares with its target, as the file has it
         self.shared = {name: model.weights.get(name) for name in ("embed", "head")}
@@ -79,8 +77,7 @@ class CudaBackend:
             arch = f"sm{major}{minor}"
         else:
             name, arch = "Triton's interpreter", "interpreted"
-        version = SCALED_NUMERICS if has_scaled(self.weights) else NUMERICS_VERSION
-        version = kv_numerics(version, self.config.kv_type)
+        version = kv_numerics(NUMERICS_VERSION, self.config.kv_type)
         numerics = f"{version}, {arch}, triton {triton.__version__}, torch {torch.__version__}"
         return BackendInfo("cuda", name, 1, numerics, read, kv, expert_bytes=experts)
 

@@ -14,20 +14,9 @@ import numpy as np
 import torch
 
 from verbatim.backend.cuda.kernels import quant
-from verbatim.backend.cuda.kernels.fp8 import scaled_product
-from verbatim.backend.cuda.kernels.fp8.scaled_product import ScaledWeight
 from verbatim.backend.cuda.kernels.launch import unpacks_in_order
-from verbatim.backend.gpu_weights import (
-    BlockMode,
-    ScaledMode,
-    block_mode,
-    is_half,
-    is_scaled,
-    keeps_blocks,
-)
-from verbatim.base.errors import BackendError
+from verbatim.backend.gpu_weights import BlockMode, block_mode, is_half, keeps_blocks
 from verbatim.formats.checkpoint_blocks import CHECKPOINT_TYPES
-from verbatim.formats.packed.packed_blocks import has_scaled_products
 from verbatim.formats.requantise import requantise
 from verbatim.formats.tensor import Tensor
 from verbatim.model.layout import is_expert, is_read_by_row
@@ -35,33 +24,12 @@ from verbatim.model.loading.load import Model
 from verbatim.model.rope import query_scales
 from verbatim.model.spec import ModelSpec
 
-Weight: TypeAlias = Any  # a tensor, a quant.BlockWeight, or a ScaledWeight
+Weight: TypeAlias = Any  # a tensor, or a quant.BlockWeight
 
 
-def load_model(
-    model: Model, device: torch.device, memory: int, activations: str = "half"
-) -> dict[str, Weight]:
+def load_model(model: Model, device: torch.device, memory: int) -> dict[str, Weight]:
     """The weights of a model, in the layout for which `memory` bytes suffice."""
-    scaled = scaled_mode(model, activations, available=scaled_product.available())
-    return load(model.weights, model.spec, device, block_mode(model.weights, memory), scaled)
-
-
-def has_scaled(weights: Mapping[str, Weight]) -> bool:
-    """Whether some products are of FP8 codes."""
-    return any(isinstance(weight, ScaledWeight) for weight in weights.values())
-
-
-def scaled_mode(model: Model, activations: str, *, available: bool) -> ScaledMode:
-    """Which products are of FP8 codes. `available`: whether this GPU multiplies them."""
-    if activations == "fp8":
-        if not available:
-            raise BackendError(
-                "activations is fp8, which needs an NVIDIA Hopper GPU (sm90); leave it out"
-            )
-        return "all"
-    packing = getattr(model.source, "packing", {})  # a GGUF file has none
-    published = activations == "auto" and available and has_scaled_products(packing)
-    return "published" if published else "none"
+    return load(model.weights, model.spec, device, block_mode(model.weights, memory))
 
 
 def sizes(weights: Mapping[str, Weight], *, tied: bool) -> tuple[int, int]:
@@ -75,7 +43,6 @@ def load(
     spec: ModelSpec,
     device: torch.device,
     blocks: BlockMode = "unpacked",
-    scaled: ScaledMode = "none",
 ) -> dict[str, Weight]:
     """Copy weights to the device in the kernels' layout: matrices in half precision, all others in
     float32; q, k, v and gate, up are concatenated, because one matmul reads them.
@@ -84,10 +51,7 @@ def load(
     which is faster for few rows, or only stay in their blocks. Bits of results are the same."""
     out: dict[str, Weight] = {}
     for name, tensor in source.items():
-        codes = _scaled(name, tensor, device, scaled)
-        if codes is not None:
-            out[name] = codes
-        elif blocks != "unpacked" and keeps_blocks(name, tensor):
+        if blocks != "unpacked" and keeps_blocks(name, tensor):
             out[name] = quant.to_blocks(tensor, device)
         elif is_half(name, tensor):
             out[name] = _half(tensor, device)
@@ -156,19 +120,6 @@ def _half(tensor: Tensor, device: torch.device) -> torch.Tensor:
         return torch.from_numpy(tensor.to_f32().astype(np.float16)).to(device)
 
 
-def _scaled(
-    name: str, tensor: Tensor, device: torch.device, mode: ScaledMode
-) -> ScaledWeight | None:
-    """The weight for products of FP8 codes; None: another product multiplies it."""
-    if not is_scaled(name, tensor, mode):
-        return None
-    if is_scaled(name, tensor, "published"):
-        found = scaled_product.from_blocks(tensor, device)
-        if found is not None or mode == "published":
-            return found
-    return scaled_product.quantise(_half(tensor, device))
-
-
 def _join_delta(weights: dict[str, Weight], prefix: str) -> None:
     """One product for the four matrices of a delta net, or two: b and a may be float32 or other
     weights be in blocks."""
@@ -182,25 +133,15 @@ def _join_delta(weights: dict[str, Weight], prefix: str) -> None:
         _join(weights, prefix, parts[2:], bias=False)
 
 
-def _plain(weight: Weight) -> torch.Tensor:
-    """The weight in half precision."""
-    if isinstance(weight, ScaledWeight):
-        return weight.unpacked()
-    return quant.unpack(weight) if isinstance(weight, quant.BlockWeight) else weight
-
-
 def _join(weights: dict[str, Weight], prefix: str, parts: tuple[str, ...], bias: bool) -> None:
     for tail in ("", ".bias") if bias else ("",):
         tensors = [weights.pop(f"{prefix}.{part}{tail}") for part in parts]
-        joined: Weight = None
         if all(isinstance(tensor, quant.BlockWeight) for tensor in tensors):
             joined = quant.join(tensors)
-        elif all(isinstance(tensor, ScaledWeight) for tensor in tensors):
-            joined = scaled_product.join(tensors)
-        if joined is not None:
-            weights[f"{prefix}.{'+'.join(parts)}{tail}"] = joined
-            continue
-        tensors = [_plain(tensor) for tensor in tensors]
+            if joined is not None:
+                weights[f"{prefix}.{'+'.join(parts)}{tail}"] = joined
+                continue
+        tensors = [quant.unpack(t) if isinstance(t, quant.BlockWeight) else t for t in tensors]
         types = {tensor.dtype for tensor in tensors}
         if len(types) > 1:  # a file that mixes bfloat16 with other types
             tensors = [tensor.to(torch.float32).to(torch.float16) for tensor in tensors]

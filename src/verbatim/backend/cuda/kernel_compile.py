@@ -17,8 +17,6 @@ import torch
 from verbatim.backend.cuda.backend import CudaBackend
 from verbatim.backend.cuda.kernels import kernels
 from verbatim.backend.cuda.kernels.few_rows import product as few_rows
-from verbatim.backend.cuda.kernels.fp8 import scaled_product
-from verbatim.backend.cuda.kernels.fp8.scaled_product import ScaledWeight
 from verbatim.backend.cuda.kernels.matmul_tile import all_tiles
 from verbatim.backend.cuda.kernels.quant import BlockWeight
 from verbatim.backend.cuda.runtime.step_graph import GraphInputs
@@ -94,7 +92,6 @@ def compile_kernels(backend: CudaBackend, step_tokens: int = 8192) -> None:
             kernels.matmul(x, weight, tile=tile)
             if activation is not None and fused:
                 kernels.gated_matmul(x, weight, activation, weight.dtype, tile)
-    compile_scaled(backend)
     for rows, spans in (*STEPS, *expert_steps(backend.spec, step_tokens)):
         rows = max(32, min(rows, step_tokens))
         shape = StepShape(rows, OUTPUTS[0], max(4, rows // 32), spans)
@@ -123,23 +120,7 @@ def matrices(weights: Mapping[str, Weight], *, tied: bool) -> list[torch.Tensor]
         for name, weight in weights.items()
         if is_matrix(name.split("+")[0]) and (name != "embed" or tied)
     }
-    return [w for w in plain.values() if isinstance(w, torch.Tensor) and w.ndim == 2]
-
-
-def compile_scaled(backend: CudaBackend) -> None:
-    """Launch every tile of the products of FP8 codes."""
-    spec, launched = backend.spec, set()
-    for weight in backend.weights.values():
-        if not isinstance(weight, ScaledWeight):
-            continue
-        n, k = weight.shape
-        fused = spec.gated and scaled_product.can_fuse(weight, spec.activation)
-        for gate in ("none", spec.activation) if fused else ("none",):
-            for tile in scaled_product.all_tiles(n, split_k(n, k)[0], gate != "none"):
-                if (variant := (gate, split_k(n, k)[0], tile)) not in launched:
-                    launched.add(variant)
-                    x = torch.zeros((tile.rows, k), dtype=weight.dtype, device=backend.device)
-                    scaled_product.product(x, weight, gate=gate, tile=tile)
+    return [w for w in plain.values() if w is not None and w.ndim == 2]
 
 
 def expert_steps(spec: ModelSpec, step_tokens: int) -> Iterator[tuple[int, int]]:

@@ -18,8 +18,6 @@ from verbatim.backend.cuda.device_weights import Weight
 from verbatim.backend.cuda.kernels import experts, kernels, quant, recurrent
 from verbatim.backend.cuda.kernels.experts import ExpertTiles
 from verbatim.backend.cuda.kernels.few_rows import product as few_rows
-from verbatim.backend.cuda.kernels.fp8 import scaled_product
-from verbatim.backend.cuda.kernels.fp8.scaled_product import ScaledWeight
 from verbatim.backend.cuda.kernels.kernels import SplitSums
 from verbatim.backend.cuda.kernels.kv_cache import KvLayer
 from verbatim.backend.cuda.kernels.lora import DeviceAdapter, add_low_rank
@@ -209,11 +207,7 @@ class CudaOps:
         bias_row = self.weights[f"{name}.bias"] if bias else None
         if isinstance(x, PendingNorm):
             return SplitSums(self._normed_product(x, self.weights[name]), bias_row)
-        weight = self.weights[name]
-        if isinstance(weight, ScaledWeight):
-            sums = scaled_product.product(x, weight, bias_row)
-        else:
-            sums = quant.matmul(x, weight, bias_row, whole=self._whole(name))
+        sums = quant.matmul(x, self.weights[name], bias_row, whole=self._whole(name))
         # after `take`, in the last layer, the rows are the outputs
         step = self.step
         adapters = step.adapters if len(x) == len(step.tokens) else step.output_adapters
@@ -455,12 +449,7 @@ class CudaOps:
         fusable = spec.gated and spec.activation in kernels.FUSED_ACTIVATIONS
         if not fusable or spec.mlp_bias or self.step.adapters:
             return None
-        weight = self.weights[f"{prefix}.gate+up"]
-        if isinstance(weight, ScaledWeight):
-            if not scaled_product.can_fuse(weight, spec.activation):
-                return None
-            return scaled_product.product(h, weight, gate=spec.activation).splits[0]
-        weight = quant.plain_weight(weight, len(h))
+        weight = quant.plain_weight(self.weights[f"{prefix}.gate+up"], len(h))
         whole = self._whole(f"{prefix}.gate+up")
         if weight is None or not kernels.can_fuse(weight, spec.activation, whole):
             return None

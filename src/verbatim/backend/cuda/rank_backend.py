@@ -6,8 +6,6 @@ the others only compute. The host takes part in every gather, so there are no CU
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from verbatim.backend.cuda.backend import CudaBackend
@@ -31,7 +29,7 @@ class CudaRank(CudaBackend):
             )
         if torch.cuda.is_available():  # with fewer cards than ranks, several share a card
             torch.cuda.set_device(ranks.rank % torch.cuda.device_count())
-        super().__init__(part, replace(config, activations="half"))  # products of FP8: one GPU
+        super().__init__(part, config)
         self._ranks, self._exchange = ranks, RankExchange(ranks)
         self._graphs = StepGraphs(part.spec, self.device, graphs=False)
 

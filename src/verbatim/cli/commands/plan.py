@@ -63,7 +63,7 @@ def command(
         output = min(256, max(1, context // 2))
     on = _device(device, quiet=as_json)
     if on.cuda and on.memory is not None:
-        footprint = footprint.on_gpu(on.memory * tp, codes=on.hopper and tp == 1)
+        footprint = footprint.on_gpu(on.memory * tp)
     plan = make_plan(footprint, on, context=context, output=output, batch=batch, tp=tp, price=price)
     if as_json:
         write_json(plan_json(plan))

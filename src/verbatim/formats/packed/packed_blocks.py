@@ -79,17 +79,6 @@ def planned_gpu_type(config: JsonMapping, columns: int, floats: str) -> str | No
     return CheckpointType(code, not codes.symmetric and code != "e4m3", group, result).name
 
 
-def has_scaled_products(config: JsonMapping) -> bool:
-    """Whether the checkpoint was made for products of FP8: weights in blocks of 128 x 128, and
-    activations that are rounded as they come, both with scales in float."""
-    return (
-        config.get("quant_method") == "fp8"
-        and config.get("weight_block_size") == [128, 128]
-        and config.get("activation_scheme", "dynamic") == "dynamic"
-        and config.get("scale_fmt") in (None, "float")
-    )
-
-
 def _planned_codes(config: JsonMapping) -> PlannedCodes | None:
     """None: the weights are in no format with codes and scales, or the config is malformed, which
     is an error when the model is loaded."""
