@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from test_parallel import LONG, NEEDLES, PROMPT, bits, needles
 
-from eventually import eventually
+from eventually import HANG_SECONDS, eventually
 from verbatim import LLM
 from verbatim.base.errors import BackendError, ModelError, ParameterError
 from verbatim.parallel import rendezvous
@@ -115,7 +115,7 @@ def test_strangers_do_not_join_and_do_not_stop_the_others(address: str) -> None:
 
     def connected() -> socket.socket | None:
         try:
-            return socket.create_connection((host, int(port)), timeout=30)
+            return socket.create_connection((host, int(port)), timeout=HANG_SECONDS)
         except ConnectionRefusedError:
             return None
 
@@ -129,10 +129,10 @@ def test_strangers_do_not_join_and_do_not_stop_the_others(address: str) -> None:
         join(address, b"another secret of the same kind")
     assert not done
     joined = join(address, SECRET.encode())
-    waiting.join(30)
+    waiting.join(HANG_SECONDS)
     assert joined.index(None) == len(done) == 1
     with pytest.raises(ConnectionRefusedError):  # nothing listens any more
-        socket.create_connection((host, int(port)), timeout=30)
+        socket.create_connection((host, int(port)), timeout=HANG_SECONDS)
     for end in (silent, joined[0], done[0][0].socket):
         end.close()
 

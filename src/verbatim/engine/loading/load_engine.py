@@ -163,11 +163,14 @@ def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> DraftLa
     mode = config.speculate.partition(":")[0]
     if mode not in ("auto", "mtp", "head") or not config.use_cache:
         return None
-    layer = None if model.draft is None else backend.draft_layer(unpacked(model.draft))
+    asked = mode != "auto" or backend.info.name != "cuda"
+    layer = backend.draft_layer(unpacked(model.draft)) if model.draft and asked else None
     if layer is not None:
         return layer
     kind = "draft layers" if model.draft is None else model.draft.spec.draft_kind
     why = f"the {backend.info.name} backend runs no {kind}"
+    if not asked:
+        why = "on a GPU speculate=mtp asks for it"
     if model.draft is None:
         told = [text for text in model.warnings if "draft layer" in text]
         why = told[0] if told else "the model's file has no draft layer"
