@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from verbatim import backend as backends
 from verbatim.backend import gpu, may_use_gpu, open_backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
+from verbatim.model.spec import DFlashSpec
 from verbatim.testing.tiny_models import tiny_model
 
 # what auto opens without a GPU: reference if the C++ kernels are not built
@@ -189,19 +191,14 @@ def test_the_note_gives_the_reason_why_a_gpu_is_not_used(
     assert not opened(backend=info.name).info.note, "the configuration names another backend"
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"speculate": "head"}, "it runs no draft heads, and speculate is 'head'"),
-        ({"speculate": "head:x"}, "it runs no draft heads, and speculate is 'head:x'"),
-    ],
-)
-def test_auto_opens_cpu_for_options_that_cuda_does_not_support(
-    options: dict[str, str], reason: str, fake_gpu: FakeGpu
-) -> None:
-    info = opened(**options).info
-    assert info.name in CPU
-    assert info.note == f"cuda is not used: {reason}"
+def test_auto_opens_cpu_for_a_head_that_cuda_does_not_run(fake_gpu: FakeGpu) -> None:
+    model = tiny_model("llama")
+    for dflash, names in ((None, ("cuda",)), (DFlashSpec(1, 0, 4), CPU)):
+        draft = replace(model, spec=replace(model.spec, dflash=dflash))
+        config = EngineConfig(speculate="head:x")
+        info = open_backend(replace(model, draft=draft), config).info
+        assert info.name in names
+        assert ("it does not run the head of 'head:x'" in info.note) == (dflash is not None)
 
 
 def test_auto_reports_a_wrong_parameter_instead_of_opening_another_backend(

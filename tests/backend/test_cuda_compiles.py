@@ -521,3 +521,50 @@ def test_attention_of_one_row_reduces_heads_like_the_kernel_for_many_rows(
     ]
     assert len(found[0]) == 1
     assert found[0] == found[1]
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(0)
+def test_a_delta_net_of_one_row_adds_like_the_kernels_for_many_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The layouts of the sums of a block's triangular system and of the norm of keys. Before they
+    wait, the kernels read what earlier steps wrote, and write nothing."""
+    pytest.importorskip("triton.experimental.gluon")
+    torch = pytest.importorskip("torch")
+    from verbatim.backend.cuda.kernels import launch, recurrent
+    from verbatim.model.spec import DeltaSpec
+
+    if launch.INTERPRETED:
+        pytest.skip("the kernels of this process are interpreted")
+    compiled: list[Any] = []
+
+    def compile_only(*args: Any, **options: Any) -> None:
+        options.pop("dependent")
+        compiled.append(compile_few_rows(*args, **options))
+
+    monkeypatch.setattr(recurrent, "launch", compile_only)
+    delta = DeltaSpec(key_heads=2, value_heads=4, key_dim=128, value_dim=128)
+    number, one = torch.zeros(16, dtype=torch.int32), torch.zeros((1, 1024 + 512 + 8))
+    step = recurrent.RecurrentStep(*[number[:n] for n in (4, 1, 2, 1, 1, 1, 1, 1)])
+    shapes = ((1, 4, 128, 128), (1, 2, 16, 128), (1, 4, 16, 128), (1, 4, 16, 2))
+    layer = recurrent.DeltaLayer(
+        torch.zeros((1024, 4)), one[0], one[0], one[0], torch.zeros((1, 16, 1024)),
+        tuple(torch.zeros(shape) for shape in shapes),
+    )  # fmt: skip
+    products = one[:, :1024], one[:, 1024:1028], one[:, 1028:1032]
+    queries, blocks = recurrent._one(delta, layer, products, step)
+    recurrent._solve(delta, layer, queries, step)
+    recurrent._write_inputs(delta, layer, products, number, step)
+    recurrent._chain(delta, layer, queries, blocks, step)
+    own, solve, inputs, chain = compiled
+    for axis in (0, 1):
+        assert reductions(own.asm["ttgir"], axis) >= reductions(solve.asm["ttgir"], axis) != set()
+    (norm,) = reductions(inputs.asm["ttgir"], 1)
+    assert norm.replace("[4, 1]", "[1, 1]") in reductions(own.asm["ttgir"], 1)
+    for kernel in (own, chain):
+        before, _, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
+        assert "ld.global" in before
+        assert "st.global" not in before
+        assert "cp.async" not in before
+        assert "m16n8k8" in after

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,3 +44,17 @@ def test_the_funnel_says_why_it_shows_no_step(lens: LensPage) -> None:
 
 def test_the_proof_replays_the_answer(lens: LensPage) -> None:
     assert "identical" in lens.prove()
+
+
+def test_the_same_prompt_runs_from_left_to_right_beside_the_blocks(lens: LensPage) -> None:
+    """One token per pass, in the first masked position; the first run needs fewer passes."""
+    lens.page.locator("#tile-6").click()
+    pace = lens.page.locator("table.pace tr")
+    expect(pace).to_have_count(1)
+    lens.page.get_by_role("button", name="from left to right").click()
+    expect(pace).to_have_count(2)
+    expect(pace.first).to_contain_text("left to right12 tokens12 passes")
+    expect(pace.last).to_contain_text(re.compile(r"run12 tokens\d+ passes[\d.]+ "))
+    drawn = lens.page.locator("table.canvas td.drawn").all_inner_texts()
+    last = lens.page.locator("table.canvas tr").last.locator("td").all_inner_texts()
+    assert drawn == last  # in order of position

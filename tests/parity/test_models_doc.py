@@ -10,10 +10,12 @@ from checkpoints import CASES
 from config_defaults import BODIES
 from models_doc import MODELS, ROUNDED, cases_of, gguf_of
 from parity_table import BACKENDS, INTERPRETER, all_cells
+from registry_cases import INSIDE
 
 from parity_types import PLAIN, WIDE, WIDE_QUANTISED
 from verbatim.files.gguf_types import TYPES
 from verbatim.model.families import CONFIG_KEYS, GGUF_KEYS, WRAPPERS
+from verbatim.model.families.common.class_defaults import class_defaults
 from verbatim.testing.tiny_models import TINY_CONFIGS
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +26,16 @@ def test_every_model_type_has_a_checkpoint_and_runs_on_every_backend() -> None:
     assert {kind for kind, _ in MODELS.values()} == kinds
     assert all(cases for cases in cases_of(CASES).values())
     assert {config["model_type"] for config in TINY_CONFIGS.values()} == kinds | BODIES
+
+
+@pytest.mark.torch
+def test_a_language_model_is_inside_where_transformers_has_no_class_of_its_own() -> None:
+    import transformers
+
+    classes = set(dir(transformers))
+    kinds = set(CONFIG_KEYS) - set(WRAPPERS) - BODIES - {"gpt2"}  # GPT2LMHeadModel
+    names = {kind: class_defaults(kind).name.removesuffix("Text") for kind in kinds}
+    assert {kind for kind in kinds if f"{names[kind]}ForCausalLM" not in classes} == INSIDE
 
 
 def test_every_gguf_architecture_has_a_checkpoint() -> None:

@@ -33,8 +33,7 @@ def engine(model: Model, backend: str, mode: str, **options: Any) -> LLM:
     assert model.draft is not None
     layer = target.draft_layer(model.draft) if mode in ("mtp", "head", "auto") else None
     loaded = LoadedModel(target, words, (words.EOS,), name="tiny", digest="tiny", layer=layer)
-    options = {"context": 256, "warm_up": False, **options}
-    llm = LLM.from_loaded(loaded, speculate=mode, check=True, **options)
+    llm = LLM.from_loaded(loaded, speculate=mode, check=True, **{"context": 256, **options})
     llm.core.drafting.adaptive = False
     llm.core.drafting.max_drafts = 4
     return llm

@@ -13,10 +13,14 @@ import pytest
 from draft_engine import compare_answers
 from draft_heads import check_draft, drafts_of, exact, save_head, with_head
 
+from tiny_tokenizer import train_tokenizer
 from verbatim.backend.reference.backend import ReferenceBackend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.base.params import SamplingParams
+from verbatim.bench.speculation import curve
 from verbatim.convert.export_model import model_metadata, model_tensors
+from verbatim.engine.calls.llm import LLM
 from verbatim.engine.loading.load_engine import _open_layer
 from verbatim.files.gguf_write import write_gguf
 from verbatim.model.loading.load import load_model
@@ -195,6 +199,21 @@ def test_an_assistant_that_does_not_fit_is_refused_by_name(what: str, tmp_path: 
     head = save_head(tmp_path / "head", config, {n: t.clone() for n, t in state.items()})
     with pytest.raises(ModelError, match=why):
         with_head(tmp_path / "target", head)
+
+
+def test_the_engine_and_the_benchmark_open_an_assistant(tmp_path: Path) -> None:
+    """The benchmark's sequence is none of the scheduler's."""
+    target = tmp_path / "target"
+    save_target(target)
+    train_tokenizer(target, vocab=VOCAB)
+    config, assistant = random_assistant("one head")
+    head = save_head(tmp_path / "head", config, tensors_of(assistant))
+    with LLM(target, speculate=f"head:{head}", backend="reference", context=256) as llm:
+        data = curve(llm, "head", 1, tokens=4)
+        llm.core.drafting.adaptive = False
+        done = llm.generate("the cat", SamplingParams(max_tokens=8, ignore_eos=True))
+    assert all(rows[-1]["drafted"] > 0 for rows in data["tasks"].values())
+    assert done.usage.drafted_tokens > 0
 
 
 def test_a_backend_without_assistants_says_so(

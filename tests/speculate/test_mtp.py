@@ -279,6 +279,30 @@ def test_poor_drafts_switch_their_proposer_off(caplog: pytest.LogCaptureFixture)
     assert (0.1 * sum(asked) + DEFAULT_ROW_COST * rows) / steps < 0.02
 
 
+def test_a_batch_whose_drafts_do_not_pay_computes_no_states(tmp_path: Path) -> None:
+    """A row costs less than a certain draft gains, and more than these drafts do."""
+    model = checkpoint(tmp_path, "qwen3_5", "safetensors", random_state("qwen3_5"))
+    with engine(model, "reference", "mtp") as llm:
+        drafting: Any = llm.core.drafting
+        drafting.adaptive = True
+        for rows in (1, 2, 4, 8, 16) * 20:
+            drafting.cost.learn(rows, 0.9 + 0.1 * rows)
+        drafting.learn = lambda *_: None
+        asked: list[bool] = []
+        with_states = drafting.with_states
+
+        def watched(plan: StepPlan) -> StepPlan:
+            found: StepPlan = with_states(plan)
+            asked.append(any(step.hidden for step in found.sequences))
+            return found
+
+        drafting.with_states = watched
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        llm.generate([[97 + i, 98, 99, 100] for i in range(4)], params)
+    assert asked[0]
+    assert not any(asked[12:])
+
+
 def test_the_bench_counts_the_drafts_of_a_real_run(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, "qwen3_5", "safetensors", damped(random_state("qwen3_5")))
     with engine(model, "reference", "mtp") as llm:

@@ -73,6 +73,9 @@ def _auto_cuda(model: Model, config: EngineConfig) -> Backend:
     """Open the cuda backend, or raise a BackendError with the reason why auto cannot use it."""
     if config.activations != "auto":
         raise BackendError(f"activations is {config.activations}, which only the cpu backend has")
+    draft = None if model.draft is None else model.draft.spec
+    if draft is not None and (draft.assistant is not None or draft.dflash is not None):
+        raise BackendError(f"it does not run the head of {config.speculate!r}")
     reason = gpu.missing()
     if reason is not None:
         raise BackendError(reason)

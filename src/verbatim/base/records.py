@@ -14,7 +14,7 @@ import html
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, overload
 
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonMapping, JsonObject
@@ -123,12 +123,15 @@ class DrawSpec:
     step: int = -1  # denoising step of the block in progress, from 0 on; -1: autoregressive
 
 
+State: TypeAlias = Any  # of one token: an array, or a row on a device
+
+
 class StateRows(Protocol):
-    """Final states, one row per token: an array, or rows on a device, which numpy.asarray copies to
-    the host and a draft layer on the same device reads where they are."""
+    """States of some tokens: an array, or rows on a device, which numpy.asarray copies to the host
+    and a draft layer on the same device reads where they are."""
 
     def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[State]: ...
     def __getitem__(self, rows: slice, /) -> StateRows: ...
     def __array__(self) -> np.ndarray: ...
 
@@ -156,7 +159,7 @@ class SeqStep(NamedTuple):
     adapter: int = -1  # number of the LoRA adapter in Model.adapters; -1: the base model
     # Of a draft layer: the target's state (or the layer's own) that comes with each token, a row
     # each, and what the sampler adds to positions, because the layer's cache may begin later.
-    states: Sequence[Any] = ()
+    states: Sequence[State] = ()
     shift: int = 0
     # Row p sees the keys before (p // block + 1) * block, at most those of the step's end: 1 is
     # causal attention, and a block of the whole length full attention (docs/adr/0034). 0: a row

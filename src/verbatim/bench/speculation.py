@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StateRows, StepPlan, StepResult
+from verbatim.base.records import (
+    DrawSpec,
+    SeqResult,
+    SeqStep,
+    State,
+    StateRows,
+    StepPlan,
+    StepResult,
+)
 from verbatim.bench.measure import answer
 
 if TYPE_CHECKING:
@@ -60,7 +69,7 @@ def walk(
     prompt: Sequence[int],
     output: Sequence[int],
     limit: int,
-    states: Sequence[Any] | None = None,
+    states: Sequence[State] | None = None,
 ) -> Walk:
     """Simulate decoding along a known completion: each pass drafts, accepts the longest correct
     prefix, and gains one token of the target's own. `states`: the target's, of all positions."""
@@ -91,13 +100,12 @@ def walk(
     return Walk(len(output), len(rows), drafted, accepted, tuple(rows))
 
 
-def final_states(llm: LLM, tokens: Sequence[int]) -> list[Any]:
+def final_states(llm: LLM, tokens: Sequence[int]) -> list[State]:
     """What a draft layer reads of the target. The engine must be idle: its KV blocks are
     overwritten."""
     backend, size = llm.loaded.backend, llm.core.scheduler.step_tokens
-    count = -(-len(tokens) // backend.block_size)
-    blocks = tuple(tuple(range(count)) for _ in backend.spec.groups)
-    found: list[Any] = []
+    blocks = _first_blocks(llm, len(tokens))
+    found: list[State] = []
     for start in range(0, len(tokens), size):
         step = SeqStep(0, tuple(tokens[start : start + size]), start, blocks, hidden=True)
         states = backend.execute(StepPlan(0, (step,))).sequences[0].states
@@ -105,13 +113,32 @@ def final_states(llm: LLM, tokens: Sequence[int]) -> list[Any]:
     return found
 
 
+def _first_blocks(llm: LLM, positions: int) -> tuple[tuple[int, ...], ...]:
+    backend = llm.loaded.backend
+    count = -(-positions // backend.block_size)
+    return tuple(tuple(range(count)) for _ in backend.spec.groups)
+
+
+@contextmanager
+def _reading(blocks: tuple[tuple[int, ...], ...], proposer: Proposer) -> Iterator[Proposer]:
+    """A proposer that reads the target's KV cache finds that of final_states()."""
+    from verbatim.speculate.assistant_proposer import AssistantProposer
+
+    if not isinstance(proposer, AssistantProposer):
+        yield proposer
+        return
+    tables, proposer.tables = proposer.tables, lambda _: blocks
+    try:
+        yield proposer
+    finally:
+        proposer.tables = tables
+
+
 def pass_seconds(llm: LLM, context: int, lengths: Sequence[int], repeats: int) -> dict[int, float]:
     """Seconds of a step that verifies k drafts at this context length, per k. The engine must be
     idle: its first KV blocks are overwritten."""
     backend = llm.loaded.backend
-    size = backend.block_size
-    count = (context + max(lengths) + 1 + size - 1) // size
-    blocks = tuple(tuple(range(count)) for _ in backend.spec.groups)
+    blocks = _first_blocks(llm, context + max(lengths) + 1)
     ids = [i for i in range(llm.tokenizer.vocab_size) if not llm.tokenizer.is_control(i)]
     tokens = tuple(ids[(7919 * i) % len(ids)] for i in range(context + max(lengths) + 1))
     draw = DrawSpec(GREEDY, 0, context)
@@ -156,7 +183,8 @@ def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> JsonObject:
         rows = []
         states = final_states(llm, [*prompt, *output]) if mode in ("mtp", "head") else None
         for k in LENGTHS:
-            done = walk(proposer(), prompt, output, k, states)
+            with _reading(_first_blocks(llm, len(prompt) + len(output)), proposer()) as own:
+                done = walk(own, prompt, output, k, states)
             spent = sum(_between(full, r) for r in done.rows)
             spent += done.drafted * proposer().token_cost
             rates = {"tokens_a_pass": done.tokens_a_pass, "seconds_a_token": spent / done.tokens}

@@ -31,7 +31,7 @@ class Device:
 
     @property
     def hopper(self) -> bool:
-        """A GPU that multiplies FP8 checkpoints as codes (ADR 35)."""
+        """A GPU that multiplies FP8 checkpoints as codes (ADR 36)."""
         return self.cuda and re.search(r"\bG?H\d{2,3}\b", self.name) is not None
 
     @property

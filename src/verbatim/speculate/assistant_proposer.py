@@ -25,7 +25,7 @@ class AssistantProposer(LayerProposer):
     ) -> None:
         """`tables`: the target's block tables of a sequence."""
         super().__init__("head", backend, 0)
-        self._target_tables = tables
+        self.tables = tables
 
     def _catch_up(self, views: Sequence[SeqView]) -> None:
         for view in views:
@@ -34,7 +34,7 @@ class AssistantProposer(LayerProposer):
     def _step_of(self, view: SeqView, so_far: Sequence[int], count: int = 1) -> SeqStep:
         held = self._positions[view.seq_id]
         token = so_far[-1] if so_far else view.tokens[-1]
-        tables = tuple(tuple(table) for table in self._target_tables(view.seq_id))
+        tables = tuple(tuple(table) for table in self.tables(view.seq_id))
         step = SeqStep(view.seq_id, (token,), len(view.tokens) - 1, tables, draws=1)
         return step._replace(
             draw=self._spec(view, so_far),

@@ -34,6 +34,7 @@ MAX_BATCH_PRICE = 0.5  # tokens per row: a batch in which a row costs more draft
 # Most slowdown (fraction of a step) that other sequences' drafts may cost one that drafts nothing
 MAX_SLOWDOWN = 0.01
 MAX_BACKOFF = 32  # steps
+EMPTY_LOOKUPS = 3  # lookups of a batch without a draft, after which it computes no states for them
 
 
 @dataclass(slots=True)
@@ -98,6 +99,11 @@ class Speculator:
         self._records: defaultdict[int, _Record] = defaultdict(_Record)  # by sequence id
         self._empty_lookups = 0  # consecutive lookups of a batch that submitted nothing
         self._skip = 0  # steps until the next lookup of a batch
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the last lookups of a batch found no draft worth its row."""
+        return self.adaptive and self._empty_lookups >= EMPTY_LOOKUPS
 
     def should_draft(self, running: int) -> bool:
         """Whether to look for drafts in this step. In a batch they seldom pay, and a lookup costs

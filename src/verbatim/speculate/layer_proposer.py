@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from verbatim.backend.protocol import DraftLayer
-from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
+from verbatim.base.records import Drawn, SeqResult, SeqStep, State, StepPlan, StepResult
 from verbatim.speculate.cached_proposer import CachedProposer
 from verbatim.speculate.proposer import Draft, SeqView
 
@@ -36,8 +35,8 @@ class _Positions:
 
     first: int  # position of the sequence that is position 0 of the layer's cache
     cached: int = 0  # positions in the cache, computed from the target's states
-    waiting: list[Any] = field(default_factory=list)  # states of the positions after them
-    last: Sequence[Any] = ()  # output of the latest draft: the state of the next one
+    waiting: list[State] = field(default_factory=list)  # states of the positions after them
+    last: Sequence[State] = ()  # output of the latest draft: the state of the next one
 
     @property
     def end(self) -> int:

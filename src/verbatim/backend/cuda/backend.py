@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import atexit
 import gc
+from collections.abc import Callable
 
 import numpy as np
 import torch
 import triton
 
 from verbatim.backend.cuda.cache_memory import CacheMemory
-from verbatim.backend.cuda.device_rows import with_states
 from verbatim.backend.cuda.device_weights import Weight, has_scaled, load_model, sizes
 from verbatim.backend.cuda.kernels.lora import load_adapter
 from verbatim.backend.cuda.ops import CudaOps, rope_tables
@@ -28,7 +28,7 @@ from verbatim.backend.cuda.runtime.step_graphs import MAX_GRAPH_ROWS, StepGraphs
 from verbatim.backend.cuda.sampler.row_draws import RowDraws
 from verbatim.backend.cuda.step_launcher import CudaLauncher
 from verbatim.backend.protocol import BackendInfo, DraftLayer, kv_numerics
-from verbatim.backend.step_rows import HostRows, collect, only_draws
+from verbatim.backend.step_rows import HostRows, collect
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import OUT_OF_MEMORY, DeviceMemoryError
 from verbatim.base.records import StepPlan, StepResult
@@ -49,6 +49,7 @@ class CudaBackend:
         config: EngineConfig | None = None,
         *,
         weights: dict[str, Weight] | None = None,
+        open_layer: Callable[[Model, CudaBackend], DraftLayer] | None = None,
     ) -> None:
         config = config or EngineConfig(backend="cuda")
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
@@ -59,7 +60,7 @@ class CudaBackend:
         self.weights = weights
         # what a draft layer shares with its target, as the file has it
         self.shared = {name: model.weights.get(name) for name in ("embed", "head")}
-        self.captured = model.captured
+        self.captured, self._open_layer = model.captured, open_layer
         self._adapters = tuple(load_adapter(a, model.spec, self.device) for a in model.adapters)
         self._angles = rope_tables(model.spec, model.spec.context, self.device)
         self._memory = CacheMemory(model.spec, config.kv_type, self.device)
@@ -115,14 +116,17 @@ class CudaBackend:
     def has_adapters(self) -> bool:
         return bool(self._adapters)
 
+    def compile_chains(self) -> bool:
+        """Of a draft layer: launch what the drafts of one sequence and of some launch, in a block
+        without an owner. False: this is none."""
+        return False
+
     # ---- execute a step
 
     def draft_layer(self, model: Model) -> DraftLayer | None:
-        from verbatim.backend.cuda.draft_layer import CudaDraftLayer
-
         if model.spec.assistant is not None or model.spec.dflash is not None:
             return None
-        return CudaDraftLayer(model, self)
+        return None if self._open_layer is None else self._open_layer(model, self)
 
     @property
     def launcher(self) -> CudaLauncher | None:
@@ -148,8 +152,7 @@ class CudaBackend:
             return collect(plan, np.zeros((0, self.spec.hidden), np.float32), HostRows(none))
         hidden, logits = self._forward(plan)
         if not any(s.targets for s in plan.sequences):
-            done = self._draws.of_plan(plan, logits)
-            return done if only_draws(plan) else with_states(plan, done, hidden, self.spec.hidden)
+            return self._draws.of_plan(plan, logits, hidden, self.spec.hidden)
         if not any(s.hidden for s in plan.sequences):
             hidden = hidden[:0]
         hidden = hidden[:, : self.spec.hidden]

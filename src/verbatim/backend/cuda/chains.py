@@ -42,7 +42,7 @@ def states_width(spec: ModelSpec) -> int:
     return spec.hidden if spec.eagle is None else spec.eagle.states
 
 
-class Field(IntEnum):
+class ChainField(IntEnum):
     """The int32 values of a sequence, which the host writes before the first draft and the device
     advances after each (jit_drafts.advance)."""
 
@@ -65,42 +65,50 @@ class ChainInputs:
     ) -> None:
         self.sequences, self.padding = sequences, padding
         self._stride, width = aligned(sequences), spans * kernels.SPAN // BLOCK_SIZE
-        sizes = [len(Field) * self._stride, sequences * width]
+        sizes = [len(ChainField) * self._stride, sequences * width]
         self._host, self._width = np.zeros(sum(sizes), np.int32), width
         self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         fields, table = self._sent.split(sizes)
-        self.fields, self.table = fields.view(len(Field), -1), table.view(sequences, width)
+        self.fields, self.table = fields.view(len(ChainField), -1), table.view(sequences, width)
         self.states = torch.zeros((sequences, spec.hidden), dtype=torch.float32, device=device)
         most = jit_drafts.MOST.value
         self.drawn = torch.zeros((most, 2, sequences), dtype=torch.int32, device=device)
         rows = torch.arange(sequences, dtype=torch.int32, device=device)
         lines = tile_lines(spec, 1, device)
-        position = self.of(Field.POSITION)
+        position = self.of(ChainField.POSITION)
         tiles = QueryTiles(self.table, rows, torch.ones_like(rows), position, lines, 1)
         self.step = DeviceStep(
-            self.of(Field.TOKEN), position, (self.of(Field.SLOT),), ((tiles,),), None, None, spans
+            self.of(ChainField.TOKEN),
+            position,
+            (self.of(ChainField.SLOT),),
+            ((tiles,),),
+            None,
+            None,
+            spans,
         )
         self.fill(())
 
-    def of(self, field: Field) -> torch.Tensor:
+    def of(self, field: ChainField) -> torch.Tensor:
         return self.fields[field, : self.sequences]
 
     def fill(self, steps: Sequence[SeqStep]) -> None:
         """Padding sequences write to the padding block."""
         count, cut = len(steps), self.fields.numel()
-        fields = self._host[:cut].reshape(len(Field), -1)
+        fields = self._host[:cut].reshape(len(ChainField), -1)
         table = self._host[cut:].reshape(self.sequences, -1)
         fields[:], table[:] = 0, self.padding
-        fields[Field.SLOT] = self.padding * BLOCK_SIZE
+        fields[ChainField.SLOT] = self.padding * BLOCK_SIZE
         if steps:
             draws = [step.draw for step in steps if step.draw is not None]
             keys = np.array([draw.key for draw in draws], "<u8").view(np.int32).reshape(-1, 2)
-            fields[: Field.DRAWN_AT, :count] = keys.T
+            fields[: ChainField.DRAWN_AT, :count] = keys.T
             scales = [0.0 if d.params.greedy else 1.0 / d.params.temperature for d in draws]
-            fields[Field.SCALE, :count] = np.array(scales, np.float32).view(np.int32)
-            fields[Field.DRAWN_AT, :count] = [step.end + step.shift for step in steps]
-            fields[Field.LAST_ROW, :count] = np.cumsum([len(step.tokens) for step in steps]) - 1
-            fields[Field.POSITION, :count] = [step.end - 1 for step in steps]
+            fields[ChainField.SCALE, :count] = np.array(scales, np.float32).view(np.int32)
+            fields[ChainField.DRAWN_AT, :count] = [step.end + step.shift for step in steps]
+            fields[ChainField.LAST_ROW, :count] = (
+                np.cumsum([len(step.tokens) for step in steps]) - 1
+            )
+            fields[ChainField.POSITION, :count] = [step.end - 1 for step in steps]
             for row, step in zip(table, steps, strict=False):
                 blocks = step.blocks[0][: self._width]
                 row[: len(blocks)] = blocks
@@ -118,7 +126,7 @@ class FirstInputs:
         self.states = torch.zeros(
             (rows.rows, width), dtype=torch.float32, device=chain.table.device
         )
-        self.step = replace(rows.step, outputs=chain.of(Field.LAST_ROW))
+        self.step = replace(rows.step, outputs=chain.of(ChainField.LAST_ROW))
 
     def fill(self, steps: Sequence[SeqStep]) -> None:
         given = torch.stack([row for step in steps for row in step.states])

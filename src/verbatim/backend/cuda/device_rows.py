@@ -37,15 +37,13 @@ class DeviceRows:
 def with_states(
     plan: StepPlan, result: StepResult, states: torch.Tensor, hidden: int
 ) -> StepResult:
-    """The result with the states of the sequences that ask for them. `states` [outputs, width]: the
-    final ones, `hidden` wide, and those of the captured layers beside them."""
-    kept = states.clone()  # the next step overwrites them
+    """The result with the states of the sequences that ask for them (RowDraws.of_plan)."""
     found, start = [], 0
     for step, done in zip(plan.sequences, result.sequences, strict=True):
         count = len(step.tokens) if step.hidden else len(needed_logits(step))
-        rows, start = kept[start : start + count], start + count
+        rows, start = states[start : start + count], start + count
         if step.hidden:
-            captured = DeviceRows(rows[:, hidden:]) if kept.shape[1] > hidden else None
+            captured = DeviceRows(rows[:, hidden:]) if states.shape[1] > hidden else None
             done = done._replace(hidden=DeviceRows(rows[:, :hidden]), captured=captured)
         found.append(done)
     return result._replace(sequences=tuple(found))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verbatim.backend.cuda.chains import states_width
+from verbatim.backend.cuda.backend import CudaBackend
 from verbatim.backend.cuda.kernels import kernels
 from verbatim.backend.cuda.kernels.few_rows import product as few_rows
 from verbatim.backend.cuda.kernels.fp8 import scaled_product
@@ -30,9 +30,8 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 
 if TYPE_CHECKING:
-    from verbatim.backend.cuda.backend import CudaBackend
     from verbatim.backend.cuda.device_weights import Weight
-    from verbatim.backend.cuda.draft_layer import CudaDraftLayer
+    from verbatim.backend.protocol import Backend
     from verbatim.model.spec import ModelSpec
 
 # rows and spans of steps whose attention is split over programs, and merged in one
@@ -56,13 +55,16 @@ SAMPLERS = (
 
 
 def compile_all(
-    backend: CudaBackend,
+    backend: Backend,
     params: Sequence[SamplingParams] = (),
     max_running: int = 256,
     step_tokens: int = 8192,
 ) -> None:
     """Launch what a crowd of requests launches. `params`: samplers beside the common ones, such as
     the model's defaults. DeviceMemoryError: the memory does not suffice for all of it."""
+    assert isinstance(backend, CudaBackend), "the caller asks no other one"
+    if backend.compile_chains():
+        return
     try:  # what needs the most memory comes last
         for plan in decode_steps(backend, [*SAMPLERS, *params], max_running):
             backend.execute(plan)
@@ -72,14 +74,6 @@ def compile_all(
     except torch.OutOfMemoryError:
         raise backend.out_of_memory() from None
     gc.freeze()  # the objects of Triton's compiler, as in CudaBackend.allocate
-
-
-def compile_chains(layer: CudaDraftLayer) -> None:
-    """Launch what the drafts of one sequence and of some launch."""
-    for lengths in ((1,), (4,), (2, 2, 2, 2)):
-        plan = make_step(layer, lengths, SAMPLERS[0])
-        rows = torch.zeros((max(lengths), states_width(layer.spec)), device=layer.device).unbind(0)
-        layer.start([s._replace(states=rows[: len(s.tokens)]) for s in plan.sequences], 2)()
 
 
 def compile_kernels(backend: CudaBackend, step_tokens: int = 8192) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from verbatim.backend.cuda.backend import CudaBackend
+from verbatim.backend.cuda.layer_backend import CudaDraftLayer
 from verbatim.backend.cuda.runtime.device import device, kernel_ran
 from verbatim.backend.gpu_weights import weight_bytes
 from verbatim.base.config import EngineConfig
@@ -30,7 +31,7 @@ def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
     free = int(torch.cuda.mem_get_info(target)[0]) if target.type == "cuda" else needed
     if needed <= free:
         with contextlib.suppress(torch.OutOfMemoryError):
-            return CudaBackend(model, config)
+            return CudaBackend(model, config, open_layer=CudaDraftLayer)
         torch.cuda.empty_cache()
         raise BackendError(
             f"the model did not fit into the {free / 1e9:.1f} GB of GPU memory that were free when "

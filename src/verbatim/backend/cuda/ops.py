@@ -429,6 +429,8 @@ class CudaOps:
 
     def gated(self, x: Rows, gate: Rows) -> Rows:
         rows = kernels.reduce_splits(x) if isinstance(x, SplitSums) else x
+        if isinstance(gate, SplitSums) and gate.width == rows.shape[1]:
+            return kernels.gated(rows, gate)
         return rows * (1.0 / (1.0 + torch.exp(-kernels.reduce_splits(gate))))
 
     # ---- MLP and mixture of experts

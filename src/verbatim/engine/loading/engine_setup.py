@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import Any, cast
 
 from verbatim.base.config import GPU_STEP_TOKENS, STEP_TOKENS, EngineConfig
 from verbatim.base.defaults import resolve
@@ -57,14 +56,16 @@ def size_cache(loaded: LoadedModel, config: EngineConfig) -> CachePlan:
 
 
 def compile_ahead(loaded: LoadedModel, config: EngineConfig) -> None:
-    """Compile the GPU kernels of the model, and of its draft model, before the first request."""
-    opened = (loaded.backend, loaded.draft)
-    backends: list[Any] = [b for b in opened if b is not None and b.info.name == "cuda"]
+    """Compile the GPU kernels of the model, and of what drafts for it, before the first request."""
+    opened = [b for b in (loaded.backend, loaded.draft) if b is not None]
+    backends = [b for b in opened if b.info.name == "cuda"]
+    if loaded.layer is not None and loaded.backend in backends:
+        backends.append(loaded.layer)
     if config.ranks > 1:  # a rank compiles what its first steps need
         return
     if not config.warm_up or not backends or loaded.task != "generate":
         return
-    from verbatim.backend.cuda.kernel_compile import compile_all, compile_chains
+    from verbatim.backend.cuda.kernel_compile import compile_all
 
     stated = resolve(SamplingParams(), loaded.defaults, config.defaults)
     log.info("compiling GPU kernels; Triton keeps them on disk, so the next start is faster")
@@ -72,8 +73,6 @@ def compile_ahead(loaded: LoadedModel, config: EngineConfig) -> None:
     try:
         for backend in backends:
             compile_all(backend, [stated], config.max_running, tokens)
-        if (layer := cast("Any", loaded.layer)) is not None:
-            compile_chains(layer)
     except DeviceMemoryError as error:
         log.warning("not all GPU kernels are compiled: %s", error.message)
     log.info("the GPU kernels are ready after %.1f s", time.perf_counter() - began)

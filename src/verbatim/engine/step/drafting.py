@@ -154,10 +154,12 @@ class Drafting:
     def with_states(self, plan: StepPlan) -> StepPlan:
         """The plan to execute: steps of sequences that a draft layer may draft for also return the
         final states of their rows; of a prompt, those of the last positions that it reads. Where
-        not even a certain draft pays, none does."""
+        not even a certain draft pays, and in a batch whose drafts did not, none does."""
         running = len(self._scheduler.running)
         price = self.cost.price(running) if self.adaptive and running > 1 else 0.0
         if not self._layer or self._layer in self._off or price >= MAX_BATCH_PRICE:
+            return plan
+        if running > 1 and any(one.gave_up for one in self._speculators.values()):
             return plan
         steps = []
         for step in plan.sequences:

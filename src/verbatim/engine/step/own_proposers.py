@@ -49,10 +49,9 @@ def open_proposers(
     """Proposers by mode, cheapest first, and mode -> why it is rejected."""
     found: dict[str, Proposer] = {}
     missing = {
-        "head": "'head' needs an engine that was opened with a draft head "
-        "(speculate=head:PATH), on the cpu or the reference backend",
+        "head": "'head' needs an engine that was opened with a draft head (speculate=head:PATH)",
         "mtp": "'mtp' needs a model whose file has a draft layer, and an engine that was opened "
-        "with speculate=mtp or auto, on the cpu or the reference backend",
+        "with speculate=mtp or auto",
         "self": "'self' needs a model that also fills blocks of masks, such as"
         " Nemotron-Labs-Diffusion",
         "draft": "'draft' needs an engine that was opened with a draft model "

@@ -1,10 +1,10 @@
 // The chosen step: the loop, its candidates, sliders that redraw with the same noise, the funnel.
 
 import { html, nothing } from "./vendor/lit-html.js";
-import { count, number, percent } from "./format.js";
+import { count, number, percent, seconds } from "./format.js";
 import { draw, logprobOf, settingsOf, sideBySide, stages, TITLES } from "./funnel.js";
 import { keyFromHex, noiseKey, noiseOf } from "./noise.js";
-import { branchFrom, branchWith, extend, rowOf, rowKey } from "./run.js";
+import { branchFrom, branchWith, extend, fromLeftToRight, rowOf, rowKey } from "./run.js";
 import { FILTERS, sample } from "./sampler.js";
 import { changed, current, isRunning, select, state } from "./store.js";
 import { play } from "./tiles.js";
@@ -103,18 +103,39 @@ function loop(branch, index, step) {
   </ol>`;
 }
 
-// A token's block of a diffusion model: per step what was decided, with its confidence
+const isDenoised = (token) => token?.record?.denoising_step !== undefined;
+
+function blockOf({ tokens }, { record, segment }) {
+  const blocks = state.info.diffusion, length = segment.params.block_length ?? (blocks.block || tokens.length);
+  return Math.floor((record.position - blocks.behind_prompt * record.prompt_len) / length);
+}
+
+// of the last request of a branch: tokens, passes that decided one, seconds
+function pace(branch) {
+  const own = branch.tokens.filter((t) => t.segment === branch.tokens.at(-1).segment);
+  const passes = new Set(own.map((t, i) => (isDenoised(t) ? `${blockOf(branch, t)} ${t.record.denoising_step}` : i))).size;
+  return html`<tr><th scope="row">${branch.label}</th><td>${count(own.length)} tokens</td><td>${count(passes)} passes</td><td>${branch.ended ? seconds((branch.ended - branch.started) / 1000) : "…"}</td></tr>`;
+}
+
+// A token's block of a diffusion model: per step what was decided, with its confidence; beside it
+// the same prompt from left to right
 function canvas(branch, index) {
-  const { record, segment } = branch.tokens[index], blocks = state.info.diffusion;
-  if (record?.denoising_step === undefined) return nothing;
-  const length = segment.params.block_length ?? (blocks.block || branch.tokens.length);
-  const blockOf = (r) => Math.floor((r.position - blocks.behind_prompt * record.prompt_len) / length);
-  const cells = branch.tokens.filter((t) => t.record && blockOf(t.record) === blockOf(record));
+  const other = state.branches.find((b) => b.id === state.other);
+  const shown = [branch, other].filter((b) => b?.tokens.length);
+  if (!shown.some((b) => isDenoised(b.tokens[0]))) return nothing;
+  const twin = shown.length > 1 ? nothing : html`<button type="button" ?disabled=${state.offline || isRunning(branch)} @click=${() => fromLeftToRight(branch)}>from left to right</button>`;
+  return html`<section class="card"><h2>${term("The canvas")}</h2>${isDenoised(branch.tokens[index]) ? filled(branch, index) : nothing}
+    <table class="pace"><tbody>${shown.map(pace)}</tbody></table>${twin}</section>`;
+}
+
+function filled(branch, index) {
+  const block = blockOf(branch, branch.tokens[index]);
+  const cells = branch.tokens.filter((t) => isDenoised(t) && blockOf(branch, t) === block);
   const cell = ({ id, record: r }, step) => r.denoising_step > step
     ? html`<td class="quiet">▒</td>`
     : html`<td class=${r.denoising_step === step ? "drawn" : ""} title=${percent(Math.exp(r.confidence))}><q>${state.vocab.show(id)}</q></td>`;
   const steps = [...new Set(cells.map((t) => t.record.denoising_step))].sort((a, b) => a - b);
-  return html`<section class="card"><h2>${term("The canvas")}</h2><table class="canvas"><tbody>${steps.map((step) => html`<tr><th scope="row">${step + 1}</th>${cells.map((t) => cell(t, step))}</tr>`)}</tbody></table></section>`;
+  return html`<table class="canvas"><tbody>${steps.map((step) => html`<tr><th scope="row">${step + 1}</th>${cells.map((t) => cell(t, step))}</tr>`)}</tbody></table>`;
 }
 
 // the most likely candidates; under a grammar that cuts all of them also the first it allows

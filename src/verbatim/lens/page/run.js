@@ -107,7 +107,7 @@ async function generate(places, params, { answer = null, step = false } = {}) {
       read({ ...whole, usage: null, receipt: undefined }, place, segment);
       read({ ...whole, choices: [] }, place, segment);
     }
-    for (const branch of places.filter(Boolean)) branch.status = "done";
+    for (const branch of places.filter(Boolean)) Object.assign(branch, { status: "done", ended: performance.now() });
     announce(`${first.tokens.length} tokens`);
   } catch (error) {
     for (const branch of places.filter(Boolean)) branch.status = stop.signal.aborted ? "stopped" : "error";
@@ -215,11 +215,18 @@ function outsideGrammar(branch) {
 }
 
 // Draw the token at `index` and everything after it under other settings.
-export async function branchWith(parent, index, changes) {
+export async function branchWith(parent, index, changes, name = "") {
   const { draw, segment } = parent.tokens[index];
-  const label = Object.entries(changes).map(([name, value]) => `${name} ${value}`).join(", ");
+  const label = name || Object.entries(changes).map(([name, value]) => `${name} ${value}`).join(", ");
   const branch = fork(parent, index, parent.tokens.slice(0, index), label || "again");
   await goOn(branch, draw, { ...whole(parent, segment), ...changes });
+}
+
+// The same prompt one token per pass: in the model's other mode, or its first masked position per step.
+export function fromLeftToRight(branch) {
+  const off = Object.fromEntries(["block_length", "denoising_steps", "remasking", "confidence_threshold", "entropy_threshold"].map((name) => [name, undefined]));
+  const { block_length } = branch.tokens[0].segment.params, one = { ...off, remasking: "sequential", block_length };
+  return branchWith(branch, 0, state.info.diffusion.both ? off : one, "left to right");
 }
 
 // The parameters of a segment; of a step with the lengths of the whole answer.

@@ -67,8 +67,13 @@ FAMILY = Family(
     tiny={
         "llada2_moe": {
             **glm4_moe.FAMILY.tiny["glm4_moe"],
-            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
-            **{"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "mask_token_id": 259},
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "partial_rotary_factor": 0.5,
+            "first_k_dense_replace": 1,
+            "mask_token_id": 259,
         }
     },
 )

@@ -93,7 +93,11 @@ class Inspector:
             "has_template": engine.has_template,
             "speculate": engine.config.speculate,
             "diffusion": blocks
-            and {"block": blocks.block, "behind_prompt": blocks.full or blocks.causal},
+            and {
+                "block": blocks.block,
+                "behind_prompt": blocks.full or blocks.causal,
+                "both": blocks.causal,
+            },
             "step_tokens": engine.config.step_tokens,
             "block_size": backend.block_size,
             "weight_bytes": int(card.read_bytes()),

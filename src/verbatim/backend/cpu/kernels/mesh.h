@@ -16,6 +16,7 @@ class Mesh {
   public:
     // fds[r]: a connected stream socket to rank r; -1 for this rank. The caller closes them.
     Mesh(int rank, std::vector<int> fds);
+    Mesh(const Mesh&) = delete;  // its counters are atomic
     int rank() const { return rank_; }
     int ranks() const { return (int)fds_.size(); }
     // Receives bytes[r] bytes of each other rank r into out[r], and sends `piece`, bytes[rank()]

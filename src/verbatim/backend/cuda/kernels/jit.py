@@ -13,9 +13,13 @@ launched without fused multiply-add, because the compiler decides where to fuse.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 from verbatim.backend.cuda.kernels.jit_kv import dequantise, store_heads
 from verbatim.backend.cuda.kernels.jit_matmul import activate, wait_for_inputs
+from verbatim.backend.cuda.kernels.launch import INTERPRETED
+
+PRECISE: tl.constexpr = tl.constexpr(not INTERPRETED)  # the interpreter has no libdevice
 
 
 @triton.jit
@@ -171,6 +175,23 @@ def mlp_activation(
     tl.store(out + row * WIDTH + i, y.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["SIZE"])
+def gated(
+    x, splits, bias, out, SIZE, WIDTH,
+    SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """x * sigmoid(gate) [rows, WIDTH], with the exponential function of torch."""
+    wait_for_inputs(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < WIDTH
+    gate = -sum_splits(splits, bias, row + i, i, inside, SIZE, SPLITS, BIAS)
+    grown = libdevice.exp(gate) if PRECISE else tl.exp(gate)
+    share = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), 1.0 + grown)
+    y = tl.load(x + row + i, mask=inside, other=0.0) * share
+    tl.store(out + row + i, y, mask=inside)
+
+
 @triton.jit
 def merge(peak, mass, total, span_peak, span_mass, span_total, factor):
     """Add one span's result to the result of the spans before it, line by line."""
@@ -275,6 +296,15 @@ def write_lines(
 
 
 @triton.jit
+def load_part(sums, peaks, masses, at, d, DIM, used, stored):
+    """The result of a span, from the L2 cache (.cg), where the other programs' results are."""
+    peak = tl.load(peaks + at, mask=used, other=0.0, cache_modifier=".cg")
+    mass = tl.load(masses + at, mask=used, other=0.0, cache_modifier=".cg")
+    at = at[:, None] * DIM + d[None, :]
+    return peak, mass, tl.load(sums + at, mask=stored, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
 def finish_span(
     peak, mass, total, sums, peaks, masses, counter, sinks, out, span, begin, end, row, ROWS, heads,
     query_head, d, DIM, factor, used,
@@ -298,19 +328,19 @@ def finish_span(
         if tl.atomic_add(counter, 1) == end - begin:
             tl.debug_barrier()
             peak, mass, total = no_peak, no_mass, no_total
-            for part in range(begin, end + 1):
-                # .cg: from the L2 cache, where the other programs' results are
-                at = (part * ROWS + row) * heads + query_head
-                peak, mass, total = merge(
-                    peak, mass, total,
-                    tl.load(peaks + at, mask=used, other=0.0, cache_modifier=".cg"),
-                    tl.load(masses + at, mask=used, other=0.0, cache_modifier=".cg"),
-                    tl.load(
-                        sums + at[:, None] * DIM + d[None, :],
-                        mask=stored, other=0.0, cache_modifier=".cg",
-                    ),
-                    factor,
-                )  # fmt: skip
+            # four spans of a small tile are read at once: a read takes longer than a merge
+            AHEAD: tl.constexpr = 4 if LINES * BLOCK <= 4096 else 1
+            for part in range(begin, end + 1, AHEAD):
+                read = ()
+                for ahead in tl.static_range(AHEAD):
+                    at = (tl.minimum(part + ahead, end) * ROWS + row) * heads + query_head
+                    read += load_part(sums, peaks, masses, at, d, DIM, used, stored)
+                for ahead in tl.static_range(AHEAD):
+                    if part + ahead <= end:
+                        peak, mass, total = merge(
+                            peak, mass, total, read[3 * ahead], read[3 * ahead + 1],
+                            read[3 * ahead + 2], factor,
+                        )  # fmt: skip
             write_lines(
                 peak, mass, total, sinks, out, place, query_head, d, DIM, factor, used, SINKS
             )

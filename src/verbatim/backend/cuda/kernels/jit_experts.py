@@ -11,14 +11,12 @@ import triton.language as tl
 
 @triton.jit
 def in_best_groups(
-    choice, expert, LINES: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
-    USED: tl.constexpr,
+    choice, expert, SIZE: tl.constexpr, GROUPS: tl.constexpr, USED: tl.constexpr
 ):  # fmt: skip
     """Whether an expert is in one of the USED groups, of SIZE adjacent experts, whose two best have
     the largest sums; ties go to the lower group."""
-    group = tl.arange(0, triton.next_power_of_2(GROUPS))[None, :]
-    lowest = float("-inf")
-    sums = tl.full((LINES, triton.next_power_of_2(GROUPS)), lowest, tl.float32)
+    group, lowest = expert, float("-inf")
+    sums = tl.zeros_like(choice) + lowest
     for g in tl.static_range(GROUPS):
         own = tl.where(expert // SIZE == g, choice, lowest)
         top = tl.max(own, 1)
@@ -66,7 +64,7 @@ def choose_experts(
     picks, total = tl.zeros((LINES, SLOTS), tl.int32), tl.zeros((LINES,), tl.float32)
     left = expert < EXPERTS
     if GROUPS > 1:
-        left = left & in_best_groups(choice, expert, LINES, EXPERTS // GROUPS, GROUPS, GROUPS_USED)
+        left = left & in_best_groups(choice, expert, EXPERTS // GROUPS, GROUPS, GROUPS_USED)
     for rank in tl.static_range(USED):
         top = tl.max(tl.where(left, choice, float("-inf")), 1)
         # without a number that equals it (NaN), the first expert that is left

@@ -33,6 +33,7 @@ with contextlib.suppress(ImportError):
     TensorDescriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
 
 PROGRAMS = 264  # programs that fill a large GPU: two per SM of 132
+FULL = 248  # programs that leave less of it empty than merging spans would cost
 SPAN = 128  # positions that attention reduces at once; spans are merged in order
 # columns, warps and stages of an expert's tile, by its height; then with gate and up in one
 EXPERT_TILES = {16: (BN, 4, 3), 64: (128, 8, 4), 128: (128, 8, 3)}
@@ -357,6 +358,20 @@ def mlp_activation(up: SplitSums, kind: str, gated: bool, dtype: torch.dtype) ->
     return out
 
 
+def gated(x: torch.Tensor, gate: SplitSums) -> torch.Tensor:
+    """x * sigmoid(gate) [rows, width]."""
+    rows, width = x.shape
+    out, bias = torch.empty_like(x), gate.bias
+    launch(
+        jit.gated,
+        (rows, triton.cdiv(width, 1024), 1),
+        (x, gate.splits, gate.splits if bias is None else bias, out, rows * width, width),
+        (len(gate.splits), bias is not None, 1024),
+        dependent=dependence(rows),
+    )
+    return out
+
+
 # ---- attention
 
 
@@ -395,8 +410,9 @@ def attend(
     factor = LOG2E if cap else LOG2E * scale  # weights are powers of two
     out = torch.empty_like(q, dtype=dtype)
     for tiles in tilings:
-        # a program of a prompt's tile uses a whole SM, one of few lines half of it
-        programs = len(tiles.count) * kv_heads * (1 if tiles.lines == DECODE_LINES else 2)
+        # a program of a prompt's tile or of large heads uses a whole SM, others half of it
+        half = tiles.lines == DECODE_LINES and dim <= LARGE_HEAD
+        programs = len(tiles.count) * kv_heads * (1 if half else 2)
         merged = merge_in_program(programs, rows * heads * dim, spans)
         sums, peaks, masses = (
             (q, q, q)  # not used
@@ -501,7 +517,7 @@ def span_counters(device: torch.device) -> torch.Tensor:
 def merge_in_program(programs: int, values: int, spans: int) -> bool:
     """Whether one program reduces all spans of a tile: there is one, or enough programs fill the
     GPU, or the spans' partial results need too much memory."""
-    return spans == 1 or programs >= PROGRAMS or spans * values * 4 > ATTENTION_BUFFER
+    return spans == 1 or programs >= FULL or spans * values * 4 > ATTENTION_BUFFER
 
 
 def tile_lines(heads: int, kv_heads: int, dim: int, rows: int, device: torch.device) -> int:

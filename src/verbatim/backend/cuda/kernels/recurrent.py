@@ -7,13 +7,16 @@ of each position the keys, the values and the gates: logarithm of the decay, bet
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from verbatim.backend.cuda.kernels import jit_recurrent
+from verbatim.backend.cuda.kernels.few_rows import product as few_rows
 from verbatim.backend.cuda.kernels.few_rows.product import dependence
 from verbatim.backend.cuda.kernels.launch import launch
 from verbatim.base.records import CacheGroup
@@ -21,7 +24,11 @@ from verbatim.model.spec import DeltaSpec, ModelSpec
 
 Caches = tuple[torch.Tensor, ...]  # one group's: [layers, blocks, …]
 
-LINES = 4  # rows, or heads of rows, per program: one warp each, so it does not affect the bits
+LINES = 4  # rows, or heads of rows, per program; a warp reduces each, so it affects no bit
+MANY_LINES = 16  # rows of a head's convolution per program with many rows: it reads weights once
+MANY_ROWS = 256
+WARP_DIM = 128  # values of a head, four per thread of the warp that reduces it; with fewer, the
+# values per thread depend on the rows per program, and two warps reduce more
 COLUMNS = 128  # channels of a short convolution per program
 
 
@@ -36,6 +43,9 @@ class Tile(NamedTuple):
 ADVANCE = Tile(16, 1, 2)
 OUTPUTS = Tile(64, 4, 3)
 PART = 32  # keys of the state that delta_outputs reads at once
+WARPS = 2  # of the kernel of both, 16 values of a head each; does not affect the bits
+STAGES = 4  # blocks whose keys, values and queries it copies ahead
+FEW_SEQUENCES = 8  # of more, two kernels with more programs per SM decode faster
 MIN_DIM = 16  # the smallest operand of a product
 
 
@@ -123,10 +133,16 @@ def delta_net(
     delta = spec.delta
     assert delta is not None
     qkv, z, b, a = products
-    queries = _write_inputs(delta, layer, (qkv, b, a), slots, step)
-    blocks = _solve(delta, layer, queries, step)
-    _advance(delta, layer, blocks, step)
-    y = _outputs(delta, layer, queries, blocks, step)
+    if takes_one(delta, len(qkv)):
+        queries, blocks = _one(delta, layer, (qkv, b, a), step)
+    else:
+        queries = _write_inputs(delta, layer, (qkv, b, a), slots, step)
+        blocks = _solve(delta, layer, queries, step)
+    if takes_chain(delta, step):
+        y = _chain(delta, layer, queries, blocks, step)
+    else:
+        _advance(delta, layer, blocks, step)
+        y = _outputs(delta, layer, queries, blocks, step)
     return gated_norm(delta, y, z, layer.norm, spec.norm_eps, dtype)
 
 
@@ -149,9 +165,11 @@ def _write_inputs(
     qkv, b, a = products
     _, keys, values, gates = layer.caches
     queries = qkv.new_empty(len(qkv), delta.keys)
+    block = max(_padded(delta.key_dim), _padded(delta.value_dim))
+    lines = MANY_LINES if len(qkv) > MANY_ROWS and block == WARP_DIM else LINES
     launch(
         jit_recurrent.delta_inputs,
-        (triton.cdiv(len(qkv), LINES), 2 * delta.key_heads + delta.value_heads, 1),
+        (triton.cdiv(len(qkv), lines), 2 * delta.key_heads + delta.value_heads, 1),
         (
             qkv, qkv.stride(0), b, a, b.stride(0), layer.inputs, layer.kernel, step.inputs,
             step.ages, layer.decay, layer.dt, slots, queries, keys, values, gates, len(qkv),
@@ -159,11 +177,18 @@ def _write_inputs(
         ),
         (
             delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, keys.shape[2],
-            layer.kernel.shape[1], LINES, max(_padded(delta.key_dim), _padded(delta.value_dim)),
+            layer.kernel.shape[1], lines, block,
         ),
         dependent=dependence(len(qkv)),
     )  # fmt: skip
     return queries
+
+
+def _empty_blocks(delta: DeltaSpec, layer: DeltaLayer, step: RecurrentStep) -> SolvedBlocks:
+    keys = layer.caches[1]
+    tiles, heads, size = len(step.blocks), delta.value_heads, keys.shape[2]
+    square = (tiles, heads, size, size)
+    return SolvedBlocks(*(keys.new_empty(n) for n in (square, square, (tiles, heads, 2, size))))
 
 
 def _padded(dim: int) -> int:
@@ -175,10 +200,7 @@ def _solve(
 ) -> SolvedBlocks:
     _, keys, _, gates = layer.caches
     tiles, heads, size = len(step.blocks), delta.value_heads, keys.shape[2]
-    square = (tiles, heads, size, size)
-    blocks = SolvedBlocks(
-        *(queries.new_empty(n) for n in (square, square, (tiles, heads, 2, size)))
-    )
+    blocks = _empty_blocks(delta, layer, step)
     launch(
         jit_recurrent.delta_solve,
         (tiles, heads, 1),
@@ -191,6 +213,82 @@ def _solve(
         dependent=dependence(len(queries)),
     )  # fmt: skip
     return blocks
+
+
+def takes_one(delta: DeltaSpec, rows: int) -> bool:
+    """Whether one kernel writes the inputs and solves the blocks: of one row, all heads of a size
+    without padding that one warp reduces."""
+    dim = delta.key_dim
+    sizes = dim == delta.value_dim == _padded(dim) <= WARP_DIM
+    return rows == 1 and few_rows.available() and sizes
+
+
+def _one(
+    delta: DeltaSpec, layer: DeltaLayer, products: tuple[torch.Tensor, ...], step: RecurrentStep
+) -> tuple[torch.Tensor, SolvedBlocks]:
+    """_write_inputs and _solve of one row."""
+    qkv, b, a = products
+    _, keys, values, gates = layer.caches
+    queries, blocks = qkv.new_empty(1, delta.keys), _empty_blocks(delta, layer, step)
+    launch(
+        jit_recurrent.delta_one,
+        (len(step.blocks), delta.value_heads, 1),
+        (
+            qkv, qkv.stride(0), b, a, b.stride(0), layer.inputs, layer.kernel, step.inputs,
+            step.ages, layer.decay, layer.dt, queries, keys, values, gates,
+            float(delta.key_dim**-0.5), step.blocks, step.positions, step.starts, step.ends,
+            *blocks,
+        ),
+        (
+            delta.key_heads, delta.value_heads, delta.key_dim, keys.shape[2], delta.tiled,
+            layer.kernel.shape[1],
+        ),
+        warps=1,
+        dependent=dependence(1),
+    )  # fmt: skip
+    return queries, blocks
+
+
+def takes_chain(delta: DeltaSpec, step: RecurrentStep) -> bool:
+    """Whether one kernel advances the states and computes the outputs: of prompts or of few
+    sequences, with heads that fit into the registers of its warps."""
+    sequences = len(step.tiles) - 1
+    chained = sequences <= FEW_SEQUENCES or len(step.blocks) > 4 * sequences
+    sizes = delta.key_dim in (32, 64, 128) and delta.value_dim % (16 * WARPS) == 0
+    return chained and sizes and few_rows.available()
+
+
+@functools.cache
+def _chain_code() -> Any:
+    """The kernel. An older Triton cannot import it."""
+    return import_module("verbatim.backend.cuda.kernels.delta_net.jit_chain").chain
+
+
+def _chain(
+    delta: DeltaSpec,
+    layer: DeltaLayer,
+    queries: torch.Tensor,
+    blocks: SolvedBlocks,
+    step: RecurrentStep,
+) -> torch.Tensor:
+    """_advance and _outputs in one kernel."""
+    states, keys, values, _ = layer.caches
+    out = queries.new_empty(len(queries), delta.values)
+    launch(
+        _chain_code(),
+        (len(step.tiles) - 1, delta.value_heads, delta.value_dim // (16 * WARPS)),
+        (
+            queries, keys, values, states, *blocks, step.tiles, step.blocks, step.positions,
+            step.starts, step.ends, step.rows, out,
+        ),
+        (
+            delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.tiled, WARPS,
+            STAGES,
+        ),
+        warps=WARPS,
+        dependent=dependence(len(queries)),
+    )  # fmt: skip
+    return out
 
 
 def _advance(

@@ -1,7 +1,7 @@
 """Device code of chains of drafts, in Triton. backend/cuda/chains.py launches it.
 
-`fields` is int32 [fields, stride]: a column per sequence, whose lines chains.Field names. The draws
-are those of the sampler without filters, up to rounding: a draft may be any token.
+`fields` is int32 [fields, stride]: a column per sequence, whose lines chains.ChainField names. The
+draws are those of the sampler without filters, up to rounding: a draft may be any token.
 """
 
 import triton

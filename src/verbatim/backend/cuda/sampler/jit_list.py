@@ -136,7 +136,7 @@ def draw_from_list(
         k1 = tl.load(row_params + ROWS + row).to(tl.uint32, bitcast=True)
         position = tl.load(row_params + 2 * ROWS + row).to(tl.uint32, bitcast=True)
         step = tl.load(row_params + 6 * ROWS + row).to(tl.uint32, bitcast=True)
-        key = tl.where(kept, d + gumbel64(id, position, step, k0, k1), float("-inf"))
+        key = tl.where(kept, d + gumbel64(id, position, k0, k1, step), float("-inf"))
         best = tl.max(key, 0)
         token = tl.min(tl.where(kept & (key == best), id, VOCAB), 0)
         proven = (count <= LIST) & (count > 0) & (tl.abs(top) < float("inf")) & (unsure == 0)

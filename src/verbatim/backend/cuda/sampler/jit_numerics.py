@@ -37,7 +37,7 @@ LOG_3: tl.constexpr = tl.constexpr(0.3333333333333333)  # 1 / 3
 
 
 @triton.jit
-def philox(counter, position, step, k0, k1):
+def philox(counter, position, k0, k1, step=0):
     """Philox4x32-10 for counters (counter, position, step, 0); all uint32."""
     c0, c1 = counter, position
     c2, c3 = tl.zeros_like(c0) + step, tl.zeros_like(c0)
@@ -85,13 +85,13 @@ def gumbel(high, low):
 
 
 @triton.jit
-def gumbel_noise(first, position, step, k0, k1, BV: tl.constexpr):
+def gumbel_noise(first, position, k0, k1, BV: tl.constexpr, step=0):
     """The noise of BV token ids from id 2 * first on. The others are uint32 [rows, 1].
 
     One Philox call gives the bits of two neighbouring ids."""
     pair = (first + tl.arange(0, BV // 2)).to(tl.uint32, bitcast=True)[None, :]
     pair, position = tl.broadcast(pair, position)
-    even_low, even_high, odd_low, odd_high = philox(pair, position, step, k0, k1)
+    even_low, even_high, odd_low, odd_high = philox(pair, position, k0, k1, step)
     return gumbel(tl.interleave(even_high, odd_high), tl.interleave(even_low, odd_low))
 
 
@@ -162,11 +162,11 @@ def spread_of(d):
 
 
 @triton.jit
-def gumbel64(id, position, step, k0, k1):
+def gumbel64(id, position, k0, k1, step=0):
     """The noise of sampling/draw.py for these ids; the others are uint32."""
     pair = (id >> 1).to(tl.uint32, bitcast=True)
     pair, position = tl.broadcast(pair, position)
-    even_low, even_high, odd_low, odd_high = philox(pair, position, step, k0, k1)
+    even_low, even_high, odd_low, odd_high = philox(pair, position, k0, k1, step)
     odd = (id & 1) == 1
     high = tl.where(odd, odd_high, even_high).to(tl.uint64)
     low = tl.where(odd, odd_low, even_low).to(tl.uint64)

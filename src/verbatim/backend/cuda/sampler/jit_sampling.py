@@ -56,7 +56,7 @@ def chunk_top2(
             step = row_word(row_params, 6, row, used, ROWS).to(tl.uint32, bitcast=True)
             scale = row_word(row_params, 3, row, used, ROWS).to(tl.float32, bitcast=True)
             slack = row_word(row_params, 4, row, used, ROWS).to(tl.float32, bitcast=True)
-            noise = gumbel_noise(chunk * (BV // 2), position, step, k0, k1, BV)
+            noise = gumbel_noise(chunk * (BV // 2), position, k0, k1, BV, step)
             # float64 logits are subtracted before they are rounded
             key = tl.where(slack < 0.0, raw, (key - top[:, None]).to(tl.float32) * scale + noise)
         else:
@@ -125,7 +125,7 @@ def resolve_ties(
                 value = tl.load(
                     x + row.to(tl.int64) * VOCAB + id, mask=id < VOCAB, other=float("-inf")
                 ).to(tl.float64)
-                key = (value - top) / temperature + gumbel64(id, position, step, k0, k1)
+                key = (value - top) / temperature + gumbel64(id, position, k0, k1, step)
                 peak = tl.max(key, 0)
                 first = tl.min(tl.where(key == peak, id, VOCAB), 0)
                 better = peak > best  # equal keys: the lower id, in an earlier chunk, stays

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
+from verbatim.backend.cuda.device_rows import with_states
 from verbatim.backend.cuda.sampler.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.sampler.host_sampler import host_sampler
 from verbatim.backend.cuda.sampler.token_counts import TokenCounts
-from verbatim.backend.step_rows import split_draws
+from verbatim.backend.step_rows import only_draws, split_draws
 from verbatim.base.config import EngineConfig
 from verbatim.base.records import Drawn, StepPlan, StepResult
 from verbatim.sampling.pipeline import Row, rows_of
@@ -29,11 +30,16 @@ class RowDraws:
         self.host_rows = host_sampler(config)
         self._logits: torch.Tensor | None = None  # pinned [rows, vocab]
 
-    def of_plan(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
-        """The result of a plan that only draws."""
+    def of_plan(
+        self, plan: StepPlan, logits: torch.Tensor, states: torch.Tensor, hidden: int
+    ) -> StepResult:
+        """The result of a plan without scores. `states` [outputs, width]: `hidden` values of the
+        final state, then those of the captured layers."""
         rows = [row for s in plan.sequences for row in rows_of(s)]
         seq_ids = [s.seq_id for s in plan.sequences for _ in range(s.draws)]
-        return split_draws(plan, self.draw(logits, rows, seq_ids))
+        kept = None if only_draws(plan) else states.clone()  # the next step overwrites them
+        done = split_draws(plan, self.draw(logits, rows, seq_ids))
+        return done if kept is None else with_states(plan, done, kept, hidden)
 
     def draw(
         self, logits: torch.Tensor, rows: Sequence[Row], seq_ids: Sequence[int]

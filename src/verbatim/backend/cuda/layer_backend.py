@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from verbatim.backend.cuda.backend import CudaBackend
-from verbatim.backend.cuda.chains import ChainGraphs, Wait
+from verbatim.backend.cuda.chains import ChainGraphs, Wait, states_width
 from verbatim.backend.cuda.device_weights import load
 from verbatim.backend.cuda.ops import Rows
 from verbatim.backend.cuda.runtime.device_step import DeviceStep
@@ -20,7 +20,8 @@ from verbatim.backend.cuda.runtime.step_inputs import to_device
 from verbatim.backend.gpu_weights import block_mode
 from verbatim.backend.step_rows import make_batch
 from verbatim.base.errors import DeviceMemoryError
-from verbatim.base.records import SeqResult, SeqStep, StepPlan, StepResult
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.loading.load import Model
 
@@ -71,6 +72,14 @@ class CudaDraftLayer(CudaBackend):
         x, h = ops.eagle_input(states, eagle)
         _, logits = forward(self.spec, ops, x, h, keep)
         return found[0], logits
+
+    def compile_chains(self) -> bool:
+        draw, (padding,) = DrawSpec(SamplingParams(temperature=0), 0, 1), self.padding_blocks
+        rows = torch.zeros((4, states_width(self.spec)), device=self.device).unbind(0)
+        for counts in ((1,), (4,), (2, 2, 2, 2)):
+            steps = [SeqStep(0, (0,) * n, 0, ((padding,),), 1, draw) for n in counts]
+            self.start([step._replace(states=rows[: len(step.tokens)]) for step in steps], 2)()
+        return True
 
     def out_of_memory(self) -> DeviceMemoryError:
         self._chain_graphs.drop()
