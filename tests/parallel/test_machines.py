@@ -41,8 +41,10 @@ def machine(model: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
     """`verbatim rank`, as on another machine."""
     command = [sys.executable, "-m", "verbatim", "rank", str(model), "--rank-address", address]
     with subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE) as process:
-        yield process
-        process.kill()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_ranks_that_join_have_the_bits_of_one_process(tiny: Path, address: str) -> None:
