@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -79,8 +79,11 @@ class CanaryError(AssertionError):
     """The cache does not hold what the block table says."""
 
 
-class _Blocks(dict[int, list[tuple[int, int, int] | None]]):
-    """A fake KV cache: block -> its slots, each (position, token, number) or None. A block is made
+Slot: TypeAlias = tuple[int, int, int] | None  # position, token, number
+
+
+class _Blocks(dict[int, list[Slot]]):
+    """A fake KV cache: block -> its slots. A block is made
     at its first use: most tests open an engine with thousands of blocks and use a few."""
 
     def __init__(self, blocks: int, block_size: int) -> None:
@@ -88,7 +91,7 @@ class _Blocks(dict[int, list[tuple[int, int, int] | None]]):
         self.blocks = blocks
         self.block_size = block_size
 
-    def __missing__(self, block: int) -> list[tuple[int, int, int] | None]:
+    def __missing__(self, block: int) -> list[Slot]:
         if not 0 <= block < self.blocks:
             raise CanaryError(f"block {block} is not one of the {self.blocks} of the cache")
         self[block] = [None] * self.block_size
@@ -126,7 +129,7 @@ class FakeBackend:
         self.known = known
         self.broken = broken
         self.slots: list[_Blocks] = []  # one per group
-        self._verified: dict[tuple[int, int, int], list[Any]] = {}  # sequence -> its slots
+        self._verified: dict[tuple[int, int, int], list[Slot]] = {}  # sequence -> its slots
         self.steps = 0
         self.rows = 0
         self.closed = False
@@ -222,14 +225,15 @@ class FakeBackend:
         for group, layers in enumerate(self.spec.groups):
             first = 0 if layers.window is None else max(step.start - layers.window + 1, 0)
             before: int | None = _first(step) if first == 0 else None
-            key, held, done = (step.seq_id, step.adapter, group), [], 0
+            key, done = (step.seq_id, step.adapter, group), 0
+            held: list[Slot] = []
             if first == 0:
                 for block in step.blocks[group][: -(-step.start // self.block_size)]:
                     held += self.slots[group][block]
                 seen = self._verified.pop(key, [])[: step.start]
-                if seen and held[: len(seen)] == seen:
-                    done, before = len(seen), seen[-1][2]
-            tokens = [slot[1] for slot in held[:done]]
+                if seen and held[: len(seen)] == seen and (last := seen[-1]) is not None:
+                    done, before = len(seen), last[2]
+            tokens = [slot[1] for slot in held[:done] if slot is not None]
             wrong = known is not None and tokens != list(known[:done])
             for position in range(max(first, done), step.start):
                 _, token, number = self._read(step, group, position)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from verbatim.backend.protocol import Backend, DraftLayer
 from verbatim.base.config import EngineConfig
@@ -79,8 +79,14 @@ def load_for_engine(
     )
 
 
-def _open_backend(model: Model, config: EngineConfig) -> tuple[Backend, dict[str, Any]]:
-    """The backend, and the fields of LoadedModel that several processes have."""
+class OfRanks(TypedDict, total=False):
+    """The fields of LoadedModel that several processes have."""
+
+    failure: Callable[[], str]
+    waits: Callable[[], Sequence[float]]
+
+
+def _open_backend(model: Model, config: EngineConfig) -> tuple[Backend, OfRanks]:
     if config.ranks == 1:
         from verbatim.backend import open_backend
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -259,7 +259,7 @@ def takes_chain(delta: DeltaSpec, step: RecurrentStep) -> bool:
 
 
 @functools.cache
-def _chain_code() -> Any:
+def _chain_code() -> object:
     """The kernel. An older Triton cannot import it."""
     return import_module("verbatim.backend.cuda.kernels.delta_net.jit_chain").chain
 
