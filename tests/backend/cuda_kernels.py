@@ -34,7 +34,7 @@ from verbatim.backend.cuda import backend as cuda_backend
 from verbatim.backend.cuda import cache_memory, device_weights, kernel_compile, opening
 from verbatim.backend.cuda.device_weights import _half as half_weight
 from verbatim.backend.cuda.device_weights import load
-from verbatim.backend.cuda.kernels import experts, kernels, matmul_tile, quant, recurrent
+from verbatim.backend.cuda.kernels import experts, kernels, matmul_tile, quant
 from verbatim.backend.cuda.kernels.block_readers import HALVES, READERS
 from verbatim.backend.cuda.kernels.few_rows import product as few_rows
 from verbatim.backend.cuda.kernels.kv_cache import KvLayer
@@ -64,7 +64,6 @@ from verbatim.formats.registry import SIZES as BLOCK_SIZES
 from verbatim.formats.requantise import requantise
 from verbatim.formats.tensor import Tensor
 from verbatim.model.loading.load import Model
-from verbatim.model.spec import DeltaSpec
 from verbatim.sampling.draw import gumbel
 from verbatim.sampling.logprobs import score_targets
 from verbatim.sampling.numerics import log
@@ -313,44 +312,6 @@ def test_recurrent_layers_keep_their_bits_over_the_borders_of_blocks(
     for count in steps:
         run(backend, [seq], [count])
     assert same_bits(expected, seq)
-
-
-@pytest.mark.parametrize("start", [0, 2, 15, 16, 31])
-def test_the_inputs_of_one_row_are_those_of_the_kernels_for_many(
-    start: int, device: torch.device
-) -> None:
-    """Inside a block, at its border and before it: what is written to the caches, the triangular
-    systems, and the queries."""
-    delta = DeltaSpec(key_heads=2, value_heads=4, key_dim=32, value_dim=32)
-    random = torch.Generator(device=device).manual_seed(start)
-    last, table = start // 16, [3, 1]
-    tiles = list(range(max(start - 1, 0) // 16, last + 1))
-    seen = range(start - 3, start + 1)
-    numbers = (
-        [[table[p // 16] * 16 + p % 16 if p >= 0 else -1 for p in seen]], [0], [0, len(tiles)],
-        [table[tile] for tile in tiles], [16 * tile for tile in tiles], [start] * len(tiles),
-        [start + 1] * len(tiles), [0] * len(tiles),
-    )  # fmt: skip
-    step = recurrent.RecurrentStep(
-        *(torch.tensor(n, dtype=torch.int32, device=device) for n in numbers)
-    )
-    shapes = (
-        (1, 256 + 8), (256, 4), (4,), (4,), (1,), (4, 16, 256),
-        (4, 4, 32, 32), (4, 2, 16, 32), (4, 4, 16, 32), (4, 4, 16, 2),
-    )  # fmt: skip
-    x, *parts = (-torch.rand(shape, generator=random, device=device) for shape in shapes)
-    found = []
-    for one in (True, False):
-        *weights, inputs, states, keys, values, gates = (part.clone() for part in parts)
-        layer = recurrent.DeltaLayer(*weights, inputs, (states, keys, values, gates))
-        products = x[:, :256], x[:, 256:260], x[:, 260:]
-        if one:
-            queries, blocks = recurrent._one(delta, layer, products, step)
-        else:
-            queries = recurrent._write_inputs(delta, layer, products, step.inputs[0, 3:], step)
-            blocks = recurrent._solve(delta, layer, queries, step)
-        found.append(torch.cat([t.flatten() for t in (queries, *blocks, inputs, *layer.caches)]))
-    assert torch.equal(*found)
 
 
 def test_attention_over_several_spans_is_right_and_keeps_its_bits(

@@ -296,15 +296,6 @@ def write_lines(
 
 
 @triton.jit
-def load_part(sums, peaks, masses, at, d, DIM, used, stored):
-    """The result of a span, from the L2 cache (.cg), where the other programs' results are."""
-    peak = tl.load(peaks + at, mask=used, other=0.0, cache_modifier=".cg")
-    mass = tl.load(masses + at, mask=used, other=0.0, cache_modifier=".cg")
-    at = at[:, None] * DIM + d[None, :]
-    return peak, mass, tl.load(sums + at, mask=stored, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
 def finish_span(
     peak, mass, total, sums, peaks, masses, counter, sinks, out, span, begin, end, row, ROWS, heads,
     query_head, d, DIM, factor, used,
@@ -328,19 +319,19 @@ def finish_span(
         if tl.atomic_add(counter, 1) == end - begin:
             tl.debug_barrier()
             peak, mass, total = no_peak, no_mass, no_total
-            # four spans of a small tile are read at once: a read takes longer than a merge
-            AHEAD: tl.constexpr = 4 if LINES * BLOCK <= 4096 else 1
-            for part in range(begin, end + 1, AHEAD):
-                read = ()
-                for ahead in tl.static_range(AHEAD):
-                    at = (tl.minimum(part + ahead, end) * ROWS + row) * heads + query_head
-                    read += load_part(sums, peaks, masses, at, d, DIM, used, stored)
-                for ahead in tl.static_range(AHEAD):
-                    if part + ahead <= end:
-                        peak, mass, total = merge(
-                            peak, mass, total, read[3 * ahead], read[3 * ahead + 1],
-                            read[3 * ahead + 2], factor,
-                        )  # fmt: skip
+            for part in range(begin, end + 1):
+                # .cg: from the L2 cache, where the other programs' results are
+                at = (part * ROWS + row) * heads + query_head
+                peak, mass, total = merge(
+                    peak, mass, total,
+                    tl.load(peaks + at, mask=used, other=0.0, cache_modifier=".cg"),
+                    tl.load(masses + at, mask=used, other=0.0, cache_modifier=".cg"),
+                    tl.load(
+                        sums + at[:, None] * DIM + d[None, :],
+                        mask=stored, other=0.0, cache_modifier=".cg",
+                    ),
+                    factor,
+                )  # fmt: skip
             write_lines(
                 peak, mass, total, sinks, out, place, query_head, d, DIM, factor, used, SINKS
             )

@@ -11,7 +11,6 @@ has. Queries and keys are rounded to it when they are stored, so products betwee
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from verbatim.backend.cuda.kernels.jit_matmul import wait_for_inputs
 
@@ -81,41 +80,6 @@ def short_conv(
     tl.store(out + at * CHANNELS + column[None, :], (c * y).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def head_inputs(
-    x, STRIDE, inputs, kernel, slots, ages, row, real, unit, d,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    TAPS: tl.constexpr,
-):  # fmt: skip
-    """One head of some rows: the convolution of its columns of x, then silu."""
-    value_head = unit - 2 * KEY_HEADS
-    start, width = unit * DK, DK
-    if value_head >= 0:
-        start, width = 2 * KEY_HEADS * DK + value_head * DV, DV
-    inside = real[:, None] & (d < width)[None, :]
-    channels: tl.constexpr = 2 * KEY_HEADS * DK + VALUE_HEADS * DV
-    y = convolved(
-        x, inputs, kernel, slots, ages, row, start + d, real, inside, STRIDE, channels, TAPS, False
-    )
-    return y / (1.0 + tl.exp(-y)), inside
-
-
-@triton.jit
-def unit_heads(y):
-    """Queries or keys, divided by their norm. One warp reduces a row."""
-    return y / tl.sqrt_rn(tl.sum(y * y, 1) + 1e-6)[:, None]
-
-
-@triton.jit
-def row_gates(a, b, decay, dt, row, value_head, real, GATES):
-    """Logarithm of the decay, and beta, of some rows."""
-    drive = tl.load(a + row * GATES + value_head, mask=real, other=0.0)
-    drive = drive + tl.load(dt + value_head)
-    softplus = tl.maximum(drive, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(drive)))
-    raw = tl.load(b + row * GATES + value_head, mask=real, other=0.0)
-    return tl.load(decay + value_head) * softplus, 1.0 / (1.0 + tl.exp(-raw))
-
-
 @triton.jit(do_not_specialize=["ROWS"])
 def delta_inputs(
     x, STRIDE, b, a, GATES, inputs, kernel, slots, ages, decay, dt, places,
@@ -124,26 +88,36 @@ def delta_inputs(
     SIZE: tl.constexpr, TAPS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One head of some rows. Keys, values and gates go to the cache, at the slots `places`. One
-    warp reduces a row, so LINES does not affect the bits."""
+    """One head of some rows: the convolution of its columns of x, then silu. Queries and keys are
+    divided by their norm. Keys, values and gates (logarithm of the decay, beta) go to the cache, at
+    the slots `places`. One warp reduces a row, so LINES does not affect the bits."""
     wait_for_inputs(DEPENDENT)
     unit = tl.program_id(1)
     row, d = tl.program_id(0) * LINES + tl.arange(0, LINES), tl.arange(0, BLOCK)
-    real, value_head = row < ROWS, unit - 2 * KEY_HEADS
-    y, inside = head_inputs(
-        x, STRIDE, inputs, kernel, slots, ages, row, real, unit, d,
-        KEY_HEADS, VALUE_HEADS, DK, DV, TAPS,
-    )  # fmt: skip
+    value_head = unit - 2 * KEY_HEADS
+    start, width = unit * DK, DK
+    if value_head >= 0:
+        start, width = 2 * KEY_HEADS * DK + value_head * DV, DV
+    real = row < ROWS
+    inside = real[:, None] & (d < width)[None, :]
+    channels: tl.constexpr = 2 * KEY_HEADS * DK + VALUE_HEADS * DV
+    y = convolved(
+        x, inputs, kernel, slots, ages, row, start + d, real, inside, STRIDE, channels, TAPS, False
+    )
+    y = y / (1.0 + tl.exp(-y))
     place = tl.load(places + row, mask=real, other=0).to(tl.int64)
     block, slot, wide = place // SIZE, place % SIZE, row.to(tl.int64)
     if value_head >= 0:
         at = (block * VALUE_HEADS + value_head) * SIZE + slot
         tl.store(values + at[:, None] * DV + d[None, :], y, mask=inside)
-        log_decay, beta = row_gates(a, b, decay, dt, wide, value_head, real, GATES)
-        tl.store(gates + at * 2, log_decay, mask=real)
-        tl.store(gates + at * 2 + 1, beta, mask=real)
+        drive = tl.load(a + wide * GATES + value_head, mask=real, other=0.0)
+        drive = drive + tl.load(dt + value_head)
+        softplus = tl.maximum(drive, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(drive)))
+        tl.store(gates + at * 2, tl.load(decay + value_head) * softplus, mask=real)
+        raw = tl.load(b + wide * GATES + value_head, mask=real, other=0.0)
+        tl.store(gates + at * 2 + 1, 1.0 / (1.0 + tl.exp(-raw)), mask=real)
     else:
-        y = unit_heads(y)
+        y = y / tl.sqrt_rn(tl.sum(y * y, 1) + 1e-6)[:, None]
         if unit < KEY_HEADS:
             at = wide * KEY_HEADS + unit
             tl.store(queries + at[:, None] * DK + d[None, :], to_tf32(y * scale), mask=inside)
@@ -181,9 +155,10 @@ def load_block(
 
 
 @triton.jit
-def solve_block(
-    q, k, log_decay, beta, tile, head, solved, mixed, decays,
-    VALUE_HEADS: tl.constexpr, SIZE: tl.constexpr,
+def delta_solve(
+    queries, keys, gates, blocks, positions, starts, ends, rows, solved, mixed, decays,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr,
+    SIZE: tl.constexpr, TILED: tl.constexpr, BK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """What a block of one value head needs beside its state S; t and s are positions of the block,
     D(t) the product of the decays up to t, and E(t) what position t adds to the state's key k(t):
@@ -194,36 +169,6 @@ def solve_block(
 
     `decays`: D(t), and the decay from t to the block's end. Row t of each depends on the positions
     up to t alone; a later one may hold anything, also NaN."""
-    t, s = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    total = tl.sum(tl.where(s <= t, log_decay[None, :], 0.0), 1)
-    total_s = tl.sum(tl.where(t <= s, log_decay[:, None], 0.0), 0)
-    ratio = tl.exp(tl.where(s <= t, total[:, None] - total_s[None, :], 0.0))
-    keys_t = tl.trans(k)
-    gram = tl.dot(k, keys_t, input_precision="tf32") * ratio * beta[:, None]
-    lower = tl.trans(tl.where(s < t, gram, 0.0))
-    inverse = tl.zeros((SIZE, SIZE), tl.float32)
-    for i in range(SIZE):  # row i from the rows before it
-        weights = tl.sum(tl.where(s == i, lower, 0.0), 1)
-        row = tl.where(s == i, 1.0, 0.0)
-        row = row - tl.sum(tl.where(t < i, weights[:, None] * inverse, 0.0), 0)[None, :]
-        inverse = tl.where(t == i, row, inverse)
-    beta_s = tl.sum(tl.where(t == s, beta[:, None], 0.0), 0)
-    cell = (tile.to(tl.int64) * VALUE_HEADS + head) * SIZE * SIZE + t * SIZE + s
-    tl.store(solved + cell, tl.where(s <= t, inverse * beta_s[None, :], 0.0))
-    scores = tl.dot(q, keys_t, input_precision="tf32") * ratio
-    tl.store(mixed + cell, tl.where(s <= t, scores, 0.0))
-    of_tile = decays + (tile.to(tl.int64) * VALUE_HEADS + head) * 2 * SIZE
-    tl.store(of_tile + tl.arange(0, SIZE), tl.exp(total))
-    tl.store(of_tile + SIZE + tl.arange(0, SIZE), tl.exp(tl.sum(log_decay, 0) - total))
-
-
-@triton.jit
-def delta_solve(
-    queries, keys, gates, blocks, positions, starts, ends, rows, solved, mixed, decays,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr,
-    SIZE: tl.constexpr, TILED: tl.constexpr, BK: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """solve_block of one block and one value head."""
     wait_for_inputs(DEPENDENT)
     tile, head = tl.program_id(0), tl.program_id(1)
     place, position = tl.load(blocks + tile).to(tl.int64), tl.load(positions + tile)
@@ -234,83 +179,31 @@ def delta_solve(
             queries, keys, place, position, start, end, row0, key_head, tl.arange(0, BK),
             KEY_HEADS, DK, SIZE,
         )  # fmt: skip
+        t, s = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
         gate = gates + ((place * VALUE_HEADS + head) * SIZE + tl.arange(0, SIZE)) * 2
         known = position + tl.arange(0, SIZE) < end
         log_decay = tl.load(gate, mask=known, other=0.0)
         beta = tl.load(gate + 1, mask=known, other=0.0)
-        solve_block(q, k, log_decay, beta, tile, head, solved, mixed, decays, VALUE_HEADS, SIZE)
-
-
-@triton.jit
-def own_inputs(
-    x, STRIDE, b, a, GATES, inputs, kernel, slots, ages, decay, dt, queries, keys, values, gates,
-    scale, head, key_head, key_line, line,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
-    """delta_inputs of a value head of one row, to these lines of the cache: query, key, gates."""
-    row, i = tl.arange(0, 1), tl.arange(0, DIM)
-    real = row < 1
-    query, _ = head_inputs(
-        x, STRIDE, inputs, kernel, slots, ages, row, real, key_head, i,
-        KEY_HEADS, VALUE_HEADS, DIM, DIM, TAPS,
-    )  # fmt: skip
-    key, _ = head_inputs(
-        x, STRIDE, inputs, kernel, slots, ages, row, real, KEY_HEADS + key_head, i,
-        KEY_HEADS, VALUE_HEADS, DIM, DIM, TAPS,
-    )  # fmt: skip
-    value, _ = head_inputs(
-        x, STRIDE, inputs, kernel, slots, ages, row, real, 2 * KEY_HEADS + head, i,
-        KEY_HEADS, VALUE_HEADS, DIM, DIM, TAPS,
-    )  # fmt: skip
-    query, key = to_tf32(unit_heads(query) * scale), to_tf32(unit_heads(key))
-    log_decay, beta = row_gates(a, b, decay, dt, row, head, real, GATES)
-    tl.store(queries + key_head * DIM + i[None, :], query)
-    tl.store(keys + key_line * DIM + i[None, :], key)
-    tl.store(values + line * DIM + i[None, :], value)
-    tl.store(gates + line * 2 + row, log_decay)
-    tl.store(gates + line * 2 + 1 + row, beta)
-    return query, key, log_decay, beta
-
-
-@triton.jit
-def delta_one(
-    x, STRIDE, b, a, GATES, inputs, kernel, slots, ages, decay, dt, queries, keys, values, gates,
-    scale, blocks, positions, starts, ends, solved, mixed, decays,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    TILED: tl.constexpr, TAPS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """delta_inputs and delta_solve of a step of one row, for one block and one value head, whose
-    keys and values have DIM numbers. What earlier steps stored is on the way before the projections
-    are written."""
-    if DEPENDENT:
-        gdc_launch_dependents()
-    tile, head, i = tl.program_id(0), tl.program_id(1), tl.arange(0, DIM)
-    place, position = tl.load(blocks + tile).to(tl.int64), tl.load(positions + tile)
-    start, end = tl.load(starts + tile), tl.load(ends + tile)
-    key_head = key_head_of(head, KEY_HEADS, VALUE_HEADS, TILED)
-    at, slot = position + tl.arange(0, SIZE), tl.arange(0, SIZE)
-    key_line = (place * KEY_HEADS + key_head) * SIZE
-    line, before = (place * VALUE_HEADS + head) * SIZE, at < start
-    k = tl.load(
-        keys + (key_line + slot)[:, None] * DIM + i[None, :], mask=before[:, None], other=0.0
-    )
-    log_decay = tl.load(gates + (line + slot) * 2, mask=before, other=0.0)
-    beta = tl.load(gates + (line + slot) * 2 + 1, mask=before, other=0.0)
-    q = tl.zeros((SIZE, DIM), tl.float32)
-    if DEPENDENT:
-        gdc_wait()
-    own = start - position
-    if (own >= 0) & (own < SIZE) & (start < end):  # the row's own block
-        query, key, own_decay, own_beta = own_inputs(
-            x, STRIDE, b, a, GATES, inputs, kernel, slots, ages, decay, dt, queries, keys, values,
-            gates, scale, head, key_head, key_line + own, line + own,
-            KEY_HEADS, VALUE_HEADS, DIM, TAPS,
-        )  # fmt: skip
-        q, k = tl.where((slot == own)[:, None], query, q), tl.where((slot == own)[:, None], key, k)
-        log_decay = tl.where(slot == own, own_decay, log_decay)
-        beta = tl.where(slot == own, own_beta, beta)
-    if end > position:
-        solve_block(q, k, log_decay, beta, tile, head, solved, mixed, decays, VALUE_HEADS, SIZE)
+        total = tl.sum(tl.where(s <= t, log_decay[None, :], 0.0), 1)
+        total_s = tl.sum(tl.where(t <= s, log_decay[:, None], 0.0), 0)
+        ratio = tl.exp(tl.where(s <= t, total[:, None] - total_s[None, :], 0.0))
+        keys_t = tl.trans(k)
+        gram = tl.dot(k, keys_t, input_precision="tf32") * ratio * beta[:, None]
+        lower = tl.trans(tl.where(s < t, gram, 0.0))
+        inverse = tl.zeros((SIZE, SIZE), tl.float32)
+        for i in range(SIZE):  # row i from the rows before it
+            weights = tl.sum(tl.where(s == i, lower, 0.0), 1)
+            row = tl.where(s == i, 1.0, 0.0)
+            row = row - tl.sum(tl.where(t < i, weights[:, None] * inverse, 0.0), 0)[None, :]
+            inverse = tl.where(t == i, row, inverse)
+        beta_s = tl.sum(tl.where(t == s, beta[:, None], 0.0), 0)
+        cell = (tile.to(tl.int64) * VALUE_HEADS + head) * SIZE * SIZE + t * SIZE + s
+        tl.store(solved + cell, tl.where(s <= t, inverse * beta_s[None, :], 0.0))
+        scores = tl.dot(q, keys_t, input_precision="tf32") * ratio
+        tl.store(mixed + cell, tl.where(s <= t, scores, 0.0))
+        of_tile = decays + (tile.to(tl.int64) * VALUE_HEADS + head) * 2 * SIZE
+        tl.store(of_tile + tl.arange(0, SIZE), tl.exp(total))
+        tl.store(of_tile + SIZE + tl.arange(0, SIZE), tl.exp(tl.sum(log_decay, 0) - total))
 
 
 @triton.jit

@@ -24,11 +24,7 @@ from verbatim.model.spec import DeltaSpec, ModelSpec
 
 Caches = tuple[torch.Tensor, ...]  # one group's: [layers, blocks, …]
 
-LINES = 4  # rows, or heads of rows, per program; a warp reduces each, so it affects no bit
-MANY_LINES = 16  # rows of a head's convolution per program with many rows: it reads weights once
-MANY_ROWS = 256
-WARP_DIM = 128  # values of a head, four per thread of the warp that reduces it; with fewer, the
-# values per thread depend on the rows per program, and two warps reduce more
+LINES = 4  # rows, or heads of rows, per program: one warp each, so it does not affect the bits
 COLUMNS = 128  # channels of a short convolution per program
 
 
@@ -133,11 +129,8 @@ def delta_net(
     delta = spec.delta
     assert delta is not None
     qkv, z, b, a = products
-    if takes_one(delta, len(qkv)):
-        queries, blocks = _one(delta, layer, (qkv, b, a), step)
-    else:
-        queries = _write_inputs(delta, layer, (qkv, b, a), slots, step)
-        blocks = _solve(delta, layer, queries, step)
+    queries = _write_inputs(delta, layer, (qkv, b, a), slots, step)
+    blocks = _solve(delta, layer, queries, step)
     if takes_chain(delta, step):
         y = _chain(delta, layer, queries, blocks, step)
     else:
@@ -165,11 +158,9 @@ def _write_inputs(
     qkv, b, a = products
     _, keys, values, gates = layer.caches
     queries = qkv.new_empty(len(qkv), delta.keys)
-    block = max(_padded(delta.key_dim), _padded(delta.value_dim))
-    lines = MANY_LINES if len(qkv) > MANY_ROWS and block == WARP_DIM else LINES
     launch(
         jit_recurrent.delta_inputs,
-        (triton.cdiv(len(qkv), lines), 2 * delta.key_heads + delta.value_heads, 1),
+        (triton.cdiv(len(qkv), LINES), 2 * delta.key_heads + delta.value_heads, 1),
         (
             qkv, qkv.stride(0), b, a, b.stride(0), layer.inputs, layer.kernel, step.inputs,
             step.ages, layer.decay, layer.dt, slots, queries, keys, values, gates, len(qkv),
@@ -177,18 +168,11 @@ def _write_inputs(
         ),
         (
             delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, keys.shape[2],
-            layer.kernel.shape[1], lines, block,
+            layer.kernel.shape[1], LINES, max(_padded(delta.key_dim), _padded(delta.value_dim)),
         ),
         dependent=dependence(len(qkv)),
     )  # fmt: skip
     return queries
-
-
-def _empty_blocks(delta: DeltaSpec, layer: DeltaLayer, step: RecurrentStep) -> SolvedBlocks:
-    keys = layer.caches[1]
-    tiles, heads, size = len(step.blocks), delta.value_heads, keys.shape[2]
-    square = (tiles, heads, size, size)
-    return SolvedBlocks(*(keys.new_empty(n) for n in (square, square, (tiles, heads, 2, size))))
 
 
 def _padded(dim: int) -> int:
@@ -200,7 +184,10 @@ def _solve(
 ) -> SolvedBlocks:
     _, keys, _, gates = layer.caches
     tiles, heads, size = len(step.blocks), delta.value_heads, keys.shape[2]
-    blocks = _empty_blocks(delta, layer, step)
+    square = (tiles, heads, size, size)
+    blocks = SolvedBlocks(
+        *(queries.new_empty(n) for n in (square, square, (tiles, heads, 2, size)))
+    )
     launch(
         jit_recurrent.delta_solve,
         (tiles, heads, 1),
@@ -213,40 +200,6 @@ def _solve(
         dependent=dependence(len(queries)),
     )  # fmt: skip
     return blocks
-
-
-def takes_one(delta: DeltaSpec, rows: int) -> bool:
-    """Whether one kernel writes the inputs and solves the blocks: of one row, all heads of a size
-    without padding that one warp reduces."""
-    dim = delta.key_dim
-    sizes = dim == delta.value_dim == _padded(dim) <= WARP_DIM
-    return rows == 1 and few_rows.available() and sizes
-
-
-def _one(
-    delta: DeltaSpec, layer: DeltaLayer, products: tuple[torch.Tensor, ...], step: RecurrentStep
-) -> tuple[torch.Tensor, SolvedBlocks]:
-    """_write_inputs and _solve of one row."""
-    qkv, b, a = products
-    _, keys, values, gates = layer.caches
-    queries, blocks = qkv.new_empty(1, delta.keys), _empty_blocks(delta, layer, step)
-    launch(
-        jit_recurrent.delta_one,
-        (len(step.blocks), delta.value_heads, 1),
-        (
-            qkv, qkv.stride(0), b, a, b.stride(0), layer.inputs, layer.kernel, step.inputs,
-            step.ages, layer.decay, layer.dt, queries, keys, values, gates,
-            float(delta.key_dim**-0.5), step.blocks, step.positions, step.starts, step.ends,
-            *blocks,
-        ),
-        (
-            delta.key_heads, delta.value_heads, delta.key_dim, keys.shape[2], delta.tiled,
-            layer.kernel.shape[1],
-        ),
-        warps=1,
-        dependent=dependence(1),
-    )  # fmt: skip
-    return queries, blocks
 
 
 def takes_chain(delta: DeltaSpec, step: RecurrentStep) -> bool:
