@@ -22,16 +22,16 @@ SRC = ROOT / "src" / "verbatim"
 
 # Most lines of Python of a package; "" are the modules at the root.
 LINES: dict[str, int] = {
-    "": 176,
-    "backend": 10673,
-    "base": 2753,
-    "bench": 820,
+    "": 179,
+    "backend": 11910,
+    "base": 2818,
+    "bench": 847,
     "chat": 9,
-    "cli": 7115,
-    "convert": 878,
+    "cli": 7173,
+    "convert": 879,
     "diagnose": 2722,
     "encoder": 891,
-    "engine": 6401,
+    "engine": 6432,
     "explain": 838,
     "files": 1426,
     "formats": 2225,
@@ -39,21 +39,21 @@ LINES: dict[str, int] = {
     "hub": 1016,
     "lens": 10,
     "lora": 703,
-    "model": 3154,
-    "model/families": 4590,
+    "model": 3613,
+    "model/families": 4712,
     "observe": 850,
-    "parallel": 423,
-    "sampling": 1646,
-    "scale": 2787,
+    "parallel": 765,
+    "sampling": 1655,
+    "scale": 2799,
     "schedule": 2341,
-    "server": 12786,
-    "speculate": 1283,
-    "testing": 667,
+    "server": 12782,
+    "speculate": 1486,
+    "testing": 686,
     "text": 4925,
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 77958, "tests": 66635, "docs": 10362}
+TOTALS = {"src": 80542, "tests": 68108, "docs": 10678}
 ANY = 699  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 11, 7  # functions of src over 50 lines; lines of the median
 
