@@ -42,6 +42,7 @@ REASONS = {
     "Ray": "the extra ray, or a cluster; `make test-ray` runs on a local one",
     "another engine": "vLLM, llama.cpp, Ollama or transformers with weights",
     "until stopped": "it serves or listens until it is stopped; the test has its own server",
+    "two machines": "a second machine; tests/parallel/test_machines.py runs it on one",
     "minutes": "takes minutes, or changes the environment",
     "another client": "a client package; tests/server/test_server_clients.py runs it",
 }

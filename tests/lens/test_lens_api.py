@@ -42,7 +42,7 @@ def test_the_page_is_small_and_names_its_libraries() -> None:
     files = [path for path in lens.PAGE.folder.rglob("*") if path.is_file()]
     files.remove(vendor / "lit-html.LICENSE")  # a browser does not load it
     size = sum(path.stat().st_size for path in files)
-    assert size <= 157_000, size
+    assert size <= 159_000, size
     source = gzip.decompress((vendor / "lit-html.js.gz").read_bytes())
     assert hashlib.sha256(source).hexdigest() == LIT_HTML
     assert "Copyright" in (vendor / "lit-html.LICENSE").read_text()
