@@ -53,7 +53,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 80542, "tests": 68109, "docs": 10683}
+TOTALS = {"src": 80542, "tests": 68109, "docs": 10684}
 ANY = 699  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 11, 7  # functions of src over 50 lines; lines of the median
 
