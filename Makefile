@@ -65,7 +65,8 @@ test-ray: $(VENV)/.ray
 # Everything that runs on an NVIDIA GPU, with the interpreter that PYTHON names: it needs PyTorch,
 # Triton, pytest and the build tools (scikit-build-core, nanobind, CMake), and neither a network nor
 # the other test tools. The package is built into build/gpu.
-GPU_TESTS = tests/backend tests/parity/test_score.py tests/cli/test_cli_gpu.py \
+GPU_TESTS = tests/backend tests/speculate/cuda_drafts.py tests/parity/test_score.py \
+            tests/cli/test_cli_gpu.py \
             tests/parity/test_families.py::test_the_cuda_backend_gives_the_logprobs_of_transformers
 test-gpu:
 	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) tests/gpu_check.py
