@@ -50,7 +50,7 @@ def with_head(target: Path, head: Path) -> Model:
 class Drafted(NamedTuple):
     tokens: list[int]  # that the draft follows
     draft: Draft
-    noise: list[Any]  # of each draft, over the vocabulary; zeros where the request is greedy
+    noise: list[Any]  # one per draft, over the vocabulary; zeros where the request is greedy
 
 
 def drafts_of(model: Model, backend: str) -> list[Drafted]:

@@ -123,7 +123,7 @@ class DrawSpec:
     step: int = -1  # denoising step of the block in progress, from 0 on; -1: autoregressive
 
 
-State: TypeAlias = Any  # of one token: an array, or a row on a device
+State: TypeAlias = Any  # one token's: an array, or a row on a device
 
 
 class StateRows(Protocol):

@@ -68,7 +68,7 @@ class EngineCore:
         self._new_id = count().__next__
         self._ready: list[Output] = []  # outputs produced outside commit: aborts, grammar errors
         self._started = self._planned = 0.0  # times of the current step
-        self._commit_seconds = 0.0  # of the step before
+        self._commit_seconds = 0.0  # the step before took so long
         self._closed = False
 
     # ------------------------------------------------------------------------------ requests

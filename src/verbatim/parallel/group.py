@@ -29,7 +29,7 @@ ANSWER_SECONDS = 600.0  # to load a part of a model from a slow disk
 class Group:
     def __init__(self, ranks: int, address: str | None = None) -> None:
         self.ranks, self.error = ranks, ""
-        self.hosts = ("",) * ranks  # of ranks on other machines; empty: this machine
+        self.hosts = ("",) * ranks  # empty: this machine
         self._closing = False
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []

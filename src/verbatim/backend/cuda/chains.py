@@ -52,7 +52,7 @@ class ChainField(IntEnum):
     SCALE = 3  # bits of 1 / temperature as float32; 0: the best token
     COUNT = 4  # drafts so far
     LAST_ROW = 5  # its last row in the step of the first draft
-    POSITION = 6  # of the row that is computed next
+    POSITION = 6  # where the next row is computed
     TOKEN = 7
     SLOT = 8
 

@@ -74,7 +74,7 @@ class CudaOps:
         captured: tuple[int, ...] = (),
     ) -> None:
         self._ranks, self._captured = ranks, captured
-        self.states: list[torch.Tensor] = []  # of the captured layers, output rows only
+        self.states: list[torch.Tensor] = []  # captured layers' states, output rows only
         self.spec, self.weights, self.caches, self.adapters = spec, weights, caches, adapters
         self.angles, self.step = angles, step
         # kind of group, layer -> (cache group, index of the layer in that group's cache)

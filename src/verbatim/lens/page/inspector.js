@@ -110,7 +110,7 @@ function blockOf({ tokens }, { record, segment }) {
   return Math.floor((record.position - blocks.behind_prompt * record.prompt_len) / length);
 }
 
-// of the last request of a branch: tokens, passes that decided one, seconds
+// The last request of a branch: tokens, passes that decided one, seconds
 function pace(branch) {
   const own = branch.tokens.filter((t) => t.segment === branch.tokens.at(-1).segment);
   const passes = new Set(own.map((t, i) => (isDenoised(t) ? `${blockOf(branch, t)} ${t.record.denoising_step}` : i))).size;

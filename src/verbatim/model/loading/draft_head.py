@@ -32,12 +32,12 @@ class DraftHead:
     spec: ModelSpec
     source: SafetensorsDir
     tensors: Mapping[str, Tensor]
-    names: Mapping[str, str]  # of the weights that a model of this family does not have
+    names: Mapping[str, str]  # weights that a model of this family does not have
     captured: tuple[int, ...] = ()  # layers of the target whose inputs it reads, ascending
     shared: tuple[str, ...] = ()  # weights of the target
     chained: bool = True  # a step returns the state of its next draft
     quant: Literal["q4_0", "q8_0"] = "q4_0"
-    prefix: str = ""  # of the other names
+    prefix: str = ""  # before the other names
     order: np.ndarray | None = None  # rows of the output matrix, where not those of the file
 
     def find(self, name: str) -> Source:

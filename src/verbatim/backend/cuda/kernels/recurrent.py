@@ -39,9 +39,9 @@ class Tile(NamedTuple):
 ADVANCE = Tile(16, 1, 2)
 OUTPUTS = Tile(64, 4, 3)
 PART = 32  # keys of the state that delta_outputs reads at once
-WARPS = 2  # of the kernel of both, 16 values of a head each; does not affect the bits
+WARPS = 2  # 16 values of a head each; does not affect the bits
 STAGES = 4  # blocks whose keys, values and queries it copies ahead
-FEW_SEQUENCES = 8  # of more, two kernels with more programs per SM decode faster
+FEW_SEQUENCES = 8  # for more, two kernels with more programs per SM decode faster
 MIN_DIM = 16  # the smallest operand of a product
 
 

@@ -227,7 +227,7 @@ class GpuSampler:
             logits = self._add_bias(logits, table.bias)
         where = np.full((2, rows), -1, np.int32)  # the mask and the slot of each row
         given: list[np.ndarray] = []
-        places: dict[int, int] = {}  # of a mask, by its id: rows of a block share one
+        places: dict[int, int] = {}  # id of a mask -> its place: rows of a block share one
         if table.masked or masks is not None:
             columns = zip(specs, positions, plans, masks or [None] * rows, strict=True)
             for row, (spec, position, plan, grammar) in enumerate(columns):

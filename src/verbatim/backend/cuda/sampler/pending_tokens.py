@@ -45,7 +45,7 @@ class PendingTokens(NamedTuple):
     arrived: torch.cuda.Event | None
     report: Report | None = None  # on the host
     tops: Sequence[int] = ()  # alternatives to report per row, -1: no log-probabilities
-    temperatures: np.ndarray | None = None  # of a denoising step: the report is its confidence
+    temperatures: np.ndarray | None = None  # denoising only: the report is its confidence
 
     def wait(self) -> list[int]:
         """The token ids; -1 where the host must sample."""
